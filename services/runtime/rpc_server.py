@@ -5,7 +5,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_NAME
+from grpc_health.v1.health import aio as health_aio  # pyright: ignore[reportAttributeAccessIssue]
 from grpc_reflection.v1alpha import reflection
 
 from k3mesh.errors import ConfigError, Internal, MeshError
@@ -30,12 +32,12 @@ class RpcServer:
     def __init__(self, listen: str, services: list[Registration]):
         self.address = listen
         self._names = [name for _, _, name in services]
-        self._health = health.aio.HealthServicer()
+        self._health = health_aio.HealthServicer()
         self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[_TypedErrors()])
         for add, servicer, _ in services:
             add(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        reflection.enable_server_reflection([*self._names, HEALTH_NAME, reflection.SERVICE_NAME], self._server)
 
     async def start(self) -> None:
         """Bind and serve; ConfigError if the address cannot be had."""
@@ -64,19 +66,15 @@ class RpcServer:
 class _TypedErrors(grpc.aio.ServerInterceptor):
     """A MeshError that leaves a handler becomes its status, message and Failure detail; anything else is a logged defect."""
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    async def intercept_service(self, continuation: Callable[..., Awaitable[Any]], handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None:
-            return handler
+            return None
         method = str(handler_call_details.method)
         if handler.response_streaming:
             inner_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
-            async def stream(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            async def stream(request: Any, context: Any) -> Any:
                 try:
                     async for reply in inner_stream(request, context):
                         yield reply
@@ -87,7 +85,7 @@ class _TypedErrors(grpc.aio.ServerInterceptor):
             return make(stream, handler.request_deserializer, handler.response_serializer)
         inner_unary = handler.stream_unary if handler.request_streaming else handler.unary_unary
 
-        async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async def unary(request: Any, context: Any) -> Any:
             try:
                 return await inner_unary(request, context)
             except Exception as error:
@@ -97,7 +95,7 @@ class _TypedErrors(grpc.aio.ServerInterceptor):
         return make(unary, handler.request_deserializer, handler.response_serializer)
 
 
-async def _abort(method: str, error: Exception, context: grpc.aio.ServicerContext) -> None:
+async def _abort(method: str, error: Exception, context: Any) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if not isinstance(error, MeshError):
