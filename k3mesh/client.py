@@ -107,7 +107,7 @@ class Client:
     def __init__(self, address: str):
         self.address = address
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._prefill = request_pb2_grpc.PrefillSchedulerStub(self._channel(address))
+        self._prefill: Any = request_pb2_grpc.PrefillSchedulerStub(self._channel(address))
 
     async def __aenter__(self) -> Self:
         return self
@@ -199,7 +199,7 @@ class Client:
         return self._channels[address]
 
     def _attach(self, address: str, request_id: str, room: int) -> Any:
-        stub = request_pb2_grpc.DecodeSchedulerStub(self._channel(address))
+        stub: Any = request_pb2_grpc.DecodeSchedulerStub(self._channel(address))
         return stub.Attach(request_pb2.AttachRequest(request_id=request_id, room=room))
 
     async def _call(self, call: Any, address: str) -> Any:
