@@ -84,6 +84,7 @@ class Model:
     end_token_ids: tuple[int, ...]
     ready: bool
     not_ready_reason: str
+    decode_address: str = ""  # of the decode scheduler, once the mesh is paired
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,7 @@ class Client:
             end_token_ids=tuple(reply.end_token_ids),
             ready=reply.ready,
             not_ready_reason=reply.not_ready_reason,
+            decode_address=reply.decode_address,
         )
 
     async def inspect(self, service: str = "prefill-scheduler", address: str | None = None) -> Inspection:
@@ -214,6 +216,7 @@ class Stream:
 
     def __init__(self, request_id: str, prefill_call: Any, attach: Any, address: str):
         self.request_id = request_id
+        self.accepted = False  # the mesh has answered: from then on it keeps the request's journal
         self._prefill = prefill_call
         self._decode: Any = None
         self._attach = attach
@@ -244,6 +247,7 @@ class Stream:
         """The prefill stream until it finishes or hands over, then the decode stream."""
         try:
             async for message in self._read(self._prefill, self._address):
+                self.accepted = True
                 match message.WhichOneof("event"):
                     case "attached":
                         self._decode = self._attach(message.attached.decode_address, self.request_id, message.attached.room)

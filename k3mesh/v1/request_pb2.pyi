@@ -102,7 +102,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("model_name", "model_fingerprint", "vocab_size", "max_model_len", "max_prompt_tokens", "end_token_ids", "ready", "not_ready_reason")
+    __slots__ = ("model_name", "model_fingerprint", "vocab_size", "max_model_len", "max_prompt_tokens", "end_token_ids", "ready", "not_ready_reason", "decode_address")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,7 @@ class DescribeReply(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_REASON_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     model_fingerprint: str
     vocab_size: int
@@ -119,7 +120,8 @@ class DescribeReply(_message.Message):
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
     ready: bool
     not_ready_reason: str
-    def __init__(self, model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., ready: _Optional[bool] = ..., not_ready_reason: _Optional[str] = ...) -> None: ...
+    decode_address: str
+    def __init__(self, model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_prompt_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., ready: _Optional[bool] = ..., not_ready_reason: _Optional[str] = ..., decode_address: _Optional[str] = ...) -> None: ...
 
 class PrefillToDecode(_message.Message):
     __slots__ = ("hello", "reserve", "cancel")
