@@ -82,9 +82,7 @@ class MlaAttention(Protocol):
 
 
 class ShortConv(Protocol):
-    def __call__(
-        self, x: Tensor, weight: Tensor, state: Tensor, slots: Tensor, fresh: Tensor, cu_seqlens: Tensor
-    ) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, state: Tensor, slots: Tensor, fresh: Tensor, cu_seqlens: Tensor) -> Tensor:
         """silu(causal depthwise conv) with carried history (spec k3-model §5).
 
         x [T, C]; weight [C, W] float32, the last column hits the current row; state [slots, C, W-1], oldest first, updated
@@ -135,8 +133,7 @@ class Router(Protocol):
 class Experts(Protocol):
     """One layer's local experts, prepared; both layouts of spec moe-ep §3 and §4."""
 
-    @property
-    def num_local(self) -> int: ...
+    num_local: int
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [m, latent], ids [m, k] int64 local or -1, weights [m, k] float32 (0 at -1) -> [m, latent], weighted and summed."""

@@ -67,11 +67,11 @@ class LocalExperts(Protocol):
     num_local: int
 
     def routed(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Normal mode. x [m, H]; ids [m, k] int64 local or -1; weights [m, k] float32, 0 at -1. -> [m, H], weighted and summed."""
+        """Normal mode. x [m, H]; ids [m, k] int64 local, or -1; weights [m, k] float32, 0 at -1. -> [m, H], weighted sums."""
         ...
 
     def grouped(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Low latency. x [num_local, capacity, H], rows beyond counts[e] undefined (NaN); -> same shape, valid rows unweighted."""
+        """Low latency. x [num_local, capacity, H], rows from counts[e] on undefined (NaN). -> same shape, rows unweighted."""
         ...
 
 

@@ -1,0 +1,106 @@
+"""Chooses an implementation of each op, once, at start.
+
+`CANDIDATES` lists each op's backends in the order of preference; each answers `supports(device, geometry)` with None or
+with the reason why not. "auto" takes the first that supports the geometry and ends at "reference", which supports all. A
+backend that is asked for by name and cannot serve raises: there is no silent fallback.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels.ops import OpGeometry, Ops
+from kernels.reference import activation, experts, kda, mla, norms, router
+
+AUTO, REFERENCE = "auto", "reference"
+
+Supports = Callable[[torch.device, OpGeometry], str | None]
+
+
+class BackendUnusable(ValueError):
+    """The backend that was asked for cannot serve this op here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One backend's implementation of one op."""
+
+    backend: str
+    implementation: Callable[..., Any]
+    supports: Supports
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen for one op, and why the candidates before it were not."""
+
+    op: str
+    backend: str
+    implementation: Callable[..., Any]
+    refused: tuple[tuple[str, str], ...]  # (backend, reason)
+
+
+def _always(device: torch.device, geometry: OpGeometry) -> str | None:
+    return None
+
+
+def _reference(implementation: Callable[..., Any]) -> Candidate:
+    return Candidate(REFERENCE, implementation, _always)
+
+
+CANDIDATES: dict[str, tuple[Candidate, ...]] = {
+    "rms_norm": (_reference(norms.rms_norm),),
+    "attn_res_mix": (_reference(norms.attn_res_mix),),
+    "situ_mul": (_reference(activation.situ_mul),),
+    "mla_write": (_reference(mla.mla_write),),
+    "mla_extend": (_reference(mla.mla_attention),),
+    "mla_decode": (_reference(mla.mla_attention),),
+    "short_conv": (_reference(kda.short_conv),),
+    "kda_extend": (_reference(kda.kda_scan),),
+    "kda_decode": (_reference(kda.kda_scan),),
+    "kda_output": (_reference(kda.kda_output),),
+    "router": (_reference(router.router),),
+    "prepare_experts": (_reference(experts.prepare_experts),),
+}
+
+
+def resolve(
+    op: str,
+    device: torch.device,
+    geometry: OpGeometry,
+    wanted: str = AUTO,
+    candidates: Mapping[str, tuple[Candidate, ...]] = CANDIDATES,
+) -> Choice:
+    """The first candidate for `op` that supports the geometry, or the one that is `wanted`; BackendUnusable otherwise."""
+    known = candidates[op]
+    if wanted != AUTO and wanted not in {candidate.backend for candidate in known}:
+        names = ", ".join(candidate.backend for candidate in known)
+        raise BackendUnusable(f"backend {wanted!r} does not implement {op}; choose {AUTO!r} or one of: {names}")
+    refused: list[tuple[str, str]] = []
+    for candidate in known:
+        if wanted not in (AUTO, candidate.backend):
+            refused.append((candidate.backend, f"{wanted} was asked for"))
+            continue
+        reason = candidate.supports(device, geometry)
+        if reason is None:
+            return Choice(op, candidate.backend, candidate.implementation, tuple(refused))
+        if wanted != AUTO:
+            raise BackendUnusable(f"backend {wanted!r} cannot serve {op} on {device}: {reason}")
+        refused.append((candidate.backend, reason))
+    raise BackendUnusable(f"no backend serves {op} on {device}: " + "; ".join(f"{name}: {why}" for name, why in refused))
+
+
+def bundle(choices: Iterable[Choice]) -> Ops:
+    """The chosen implementations under their op's names."""
+    return Ops(**{choice.op: choice.implementation for choice in choices})
+
+
+def format_table(choices: Iterable[Choice]) -> str:
+    """One line an op: what was chosen, and why others were refused."""
+    lines: list[str] = []
+    for choice in choices:
+        refused = "; ".join(f"{backend}: {reason}" for backend, reason in choice.refused)
+        lines.append(f"{choice.op:<16} {choice.backend:<12} {refused}".rstrip())
+    return "\n".join(lines)
