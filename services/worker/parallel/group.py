@@ -1,0 +1,96 @@
+"""One group of ranks over gloo: exchange rows, send, receive; a deadline on each, and one error for all that can end them."""
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import ProcessGroupGloo, Store, Work  # pyright: ignore[reportPrivateImportUsage]
+
+from k3mesh.errors import EngineLost
+
+Result = TypeVar("Result")
+
+
+class Pending:
+    """A transfer under way. It keeps its tensors alive; wait() returns when they may be used again."""
+
+    def __init__(self, group: "Group", what: str, work: Work | None, tensors: Sequence[torch.Tensor]):
+        self._group, self._what, self._work, self._tensors = group, what, work, tensors
+
+    def wait(self) -> None:
+        """Block until done. EngineLost: a peer died or the group's deadline passed."""
+        work, self._work = self._work, None
+        if work is not None:
+            self._group.run(self._what, lambda: work.wait(self._group.timeout))
+
+
+class Group:
+    """Ranks that communicate, in ascending order. A group of one holds no process group and moves bytes by copying.
+
+    Rows travel as bytes, so every dtype arrives bit for bit, and one primitive, the all-to-all, carries every collective:
+    gloo's other algorithms are slower at the sizes of a decode round and reduce in an order that depends on an element's
+    place in the tensor.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], rank: int, store: Store | None, hostname: str, timeout_s: float):
+        """Collective over `ranks` (global); `rank` is this process's global rank, `hostname` its own address."""
+        self.name = name
+        self.ranks = list(ranks)
+        self.rank = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self.timeout = timedelta(seconds=timeout_s)
+        self._gloo: Any = None  # torch has no type stubs for the backend's methods
+        if self.size > 1:
+            backend: Any = ProcessGroupGloo
+            options = backend._Options()  # init_process_group would not let us choose the network device
+            options._devices = [backend.create_device(hostname=hostname)]
+            options._timeout = self.timeout
+            self._gloo = self.run("start", lambda: backend(store, self.rank, self.size, options))
+
+    def exchange(
+        self, out: torch.Tensor, rows: torch.Tensor, out_splits: Sequence[int], splits: Sequence[int], what: str
+    ) -> Pending:
+        """All-to-all: splits[r] rows of `rows` [n, ...] go to group rank r, in order; out_splits[r] rows of `out` [m, ...] come
+        from r. Both contiguous and of one dtype and row shape. What r sends must be what its peer expects.
+        """
+        if self._gloo is None:
+            out.copy_(rows)
+            return Pending(self, what, None, ())
+        gloo, sent, received = self._gloo, _bytes(rows), _bytes(out)
+        work = self.run(what, lambda: gloo.alltoall_base(received, sent, list(out_splits), list(splits)))
+        return Pending(self, what, work, (received, sent))
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Pending:
+        """Start sending to group rank `peer`, which must receive a tensor of the same shape and dtype."""
+        assert self._gloo is not None, f"group {self.name} has no peer"
+        gloo, sent = self._gloo, _bytes(tensor.contiguous())
+        return Pending(self, f"send to rank {self.ranks[peer]}", self.run("send", lambda: gloo.send([sent], peer, 0)), (sent,))
+
+    def receive(self, out: torch.Tensor, peer: int) -> Pending:
+        """Start receiving from group rank `peer` into `out` (contiguous)."""
+        assert self._gloo is not None, f"group {self.name} has no peer"
+        gloo, received = self._gloo, _bytes(out)
+        what = f"receive from rank {self.ranks[peer]}"
+        return Pending(self, what, self.run(what, lambda: gloo.recv([received], peer, 0)), (received,))
+
+    def run(self, what: str, call: Callable[[], Result]) -> Result:
+        """Run one gloo call; whatever ends it early is EngineLost, for the engine is the unit of failure."""
+        try:
+            return call()
+        except RuntimeError as error:
+            reason = str(error).partition(". This is typically")[0].partition("\n")[0]
+            raise EngineLost(
+                f"group {self.name} (ranks {self.ranks}): {what} ended early on rank {self.ranks[self.rank]}: {reason}; "
+                "a peer died or did not take part in time, so the engine must restart"
+            ) from error
+
+    def close(self) -> None:
+        """Let go of the connections. Peers still inside a call see EngineLost."""
+        self._gloo = None
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous [n, ...] tensor's memory as [n, bytes of a row] uint8."""
+    return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:])).view(torch.uint8)
