@@ -107,7 +107,8 @@ def _open(
     for index, (their_call, rows) in enumerate(heads.contiguous().view(torch.int64).tolist()):
         if their_call != call:
             raise Internal(
-                f"rank {group.ranks[index]} is at expert call {their_call}, this rank at {call}: they run different rounds"
+                f"expert dispatch: rank {group.ranks[index]} is at call {their_call}, this rank at {call}: "
+                "they run different rounds"
             )
         ids_of[index, rows:] = -1
     return latent.contiguous().view(z.dtype).view(group.size, capacity, z.shape[1]), ids_of

@@ -79,7 +79,9 @@ def _exchange_counts(group: Group, call: int, splits: list[int]) -> list[int]:
     received: list[int] = []
     for rank, (count, their_call) in zip(group.ranks, arriving.tolist(), strict=True):
         if their_call != call:
-            raise Internal(f"rank {rank} is at expert call {their_call}, this rank at {call}: they run different steps")
+            raise Internal(
+                f"expert dispatch: rank {rank} is at call {their_call}, this rank at {call}: they run different steps"
+            )
         received.append(count)
     return received
 
