@@ -32,7 +32,7 @@ class ReferenceExperts:
         live = by_expert[parked:]  # routes to -1 come first and stay zero
         outputs = x.new_zeros(flat.shape[0], x.shape[1], dtype=torch.float32)
         outputs[live] = self._mlp(x[live // ids.shape[1]].float(), counts)
-        return (outputs.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        return (outputs.unflatten(0, ids.shape) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def grouped(self, x: Tensor, counts: Tensor) -> Tensor:
         valid = torch.arange(x.shape[1], device=x.device) < counts[:, None]
