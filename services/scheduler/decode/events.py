@@ -1,0 +1,307 @@
+"""What happens to the decode planner and what it asks for in return. Frozen data that carries ids, never handles."""
+
+from dataclasses import dataclass
+from typing import Literal, NewType
+
+from services.contracts.ids import BlockId, GlobalRank, Place, Replica, RequestId, Room, SlotId, Token
+from services.contracts.lifecycle import State
+from services.contracts.placement import Manifest
+from services.scheduler.decode.buckets import RoundMode
+
+Pair = NewType("Pair", int)  # one life of one prefill scheduler's stream; a reconnect is another
+Client = NewType("Client", int)  # one Attach stream
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A typed error as data; `code` is one of k3mesh.errors."""
+
+    code: str
+    message: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next tokens are chosen; passed on to the workers as it came."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    max_tokens: int = 1
+    ignore_eos: bool = False
+    stop_token_ids: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that went well. The stop token is among the completion tokens."""
+
+    reason: Literal["stop", "length"]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    stop_token: Token | None
+
+
+@dataclass(frozen=True, slots=True)
+class ToldByPrefill:
+    """The room ended before this engine had the request: the client hears it from P, and this stream just ends."""
+
+
+End = Finished | ToldByPrefill | Failure
+
+
+# ---- events: from the prefill scheduler
+@dataclass(frozen=True, slots=True)
+class PrefillPaired:
+    """The pair check passed on all agents; what this pair sends counts from now until PrefillLost."""
+
+    pair: Pair
+    engine_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveAsked:
+    pair: Pair
+    request_id: RequestId
+    room: Room
+    attempt: int
+    prompt_tokens: int
+    prompt_hash: bytes
+    sampling: Sampling
+    timeout: float  # seconds left of the request's deadline; 0: the engine's default
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRoom:
+    """The room is over on P. Without `failure` the client cancelled it, or it ended with its first token."""
+
+    pair: Pair
+    room: Room
+    reason: str
+    failure: Failure | None = None
+    finished_on_prefill: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLost:
+    """The stream of this pair broke."""
+
+    pair: Pair
+    reason: str
+
+
+# ---- events: from this engine's agents
+@dataclass(frozen=True, slots=True)
+class AgentRankReady:
+    """Every unit that this rank expects of the room is in its pools."""
+
+    rank: GlobalRank
+    room: Room
+    attempt: int
+    token: Token
+    window: tuple[Token, ...]
+    bytes: int
+    first_byte: float  # seconds of the Unix clock
+    last_byte: float
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRoomFailed:
+    """The room is dead on this rank; AgentDrained follows."""
+
+    rank: GlobalRank
+    room: Room
+    attempt: int
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class AgentDrained:
+    """Nothing of the room touches this rank's pools any more."""
+
+    rank: GlobalRank
+    room: Room
+
+
+# ---- events: from clients
+@dataclass(frozen=True, slots=True)
+class ClientAttached:
+    client: Client
+    request_id: RequestId
+    room: Room
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """The Attach stream ended, whoever ended it."""
+
+    client: Client
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested:
+    request_id: RequestId
+    reason: str
+
+
+# ---- events: from the workers, and of the engine as a whole
+@dataclass(frozen=True, slots=True)
+class PlaceTokens:
+    place: Place
+    tokens: tuple[Token, ...]  # accepted in this round, at least one; the last is the new anchor
+    window: tuple[Token, ...]  # the next window, anchor first
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDone:
+    round_id: int
+    replicas: tuple[tuple[PlaceTokens, ...], ...]  # by replica, rows in the plan's order
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """Admit nobody any more; Emptied follows when the last request is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """A worker or an agent is gone: no request of this engine can go on."""
+
+    failure: Failure
+
+
+# ---- made by the planner itself, for its table
+@dataclass(frozen=True, slots=True)
+class EndAsked:
+    """A cancel, a deadline or a loss ends a request. Without a failure it was cancelled."""
+
+    failure: Failure | None
+
+
+# ---- effects: to the prefill scheduler
+@dataclass(frozen=True, slots=True)
+class AnswerReserve:
+    """Neither accepted nor failed: no room now, CapacityFreed follows."""
+
+    pair: Pair
+    room: Room
+    accepted: bool
+    replica: Replica | None = None
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityFreed:
+    pair: Pair
+
+
+@dataclass(frozen=True, slots=True)
+class RoomInstalled:
+    pair: Pair
+    room: Room
+
+
+@dataclass(frozen=True, slots=True)
+class RoomEnded:
+    pair: Pair
+    room: Room
+    failure: Failure | None
+
+
+# ---- effects: to this engine's agents
+@dataclass(frozen=True, slots=True)
+class ExpectManifest:
+    ranks: tuple[GlobalRank, ...]
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class CancelOnAgents:
+    ranks: tuple[GlobalRank, ...]
+    room: Room
+    reason: str
+
+
+# ---- effects: to clients
+@dataclass(frozen=True, slots=True)
+class PublishTokens:
+    client: Client
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishEnd:
+    """The last word on this stream."""
+
+    client: Client
+    end: End
+
+
+# ---- effects: to the ledger, and of the engine as a whole
+@dataclass(frozen=True, slots=True)
+class WriteTransition:
+    request_id: RequestId
+    state: State
+    attempt: int
+    step: int
+    fields: tuple[tuple[str, str | int | float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Emptied:
+    """Asked to drain, and no request is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoseEngine:
+    """Every request has been failed; the process is to end."""
+
+    failure: Failure
+
+
+Effect = (
+    AnswerReserve | CapacityFreed | RoomInstalled | RoomEnded | ExpectManifest | CancelOnAgents
+    | PublishTokens | PublishEnd | WriteTransition | Emptied | LoseEngine
+)  # fmt: skip
+
+
+# ---- the plan of one round
+@dataclass(frozen=True, slots=True)
+class PlaceInstall:
+    """Before the round: the place holds this request."""
+
+    place: Place
+    room: Room
+    blocks: tuple[BlockId, ...]  # the whole table
+    slot: SlotId
+    position: int  # of the anchor, whose rows are not in the cache yet
+    window: tuple[Token, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDelta:
+    place: Place
+    blocks: tuple[BlockId, ...]  # appended to the place's table
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """One replica's part, in the order in which it takes effect: clears, installs, deltas, then the live rows run."""
+
+    clears: tuple[Place, ...]
+    installs: tuple[PlaceInstall, ...]
+    deltas: tuple[BlockDelta, ...]
+    live: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    round_id: int
+    bucket: int
+    mode: RoundMode
+    replicas: tuple[ReplicaPlan, ...]  # all of them, idle ones with no live rows

@@ -1,0 +1,135 @@
+"""All rooms of the engine and what they hold: the planner's state, with the verbs that its handlers share."""
+
+from collections.abc import Iterator
+
+import services.scheduler.decode.events as ev
+from services.contracts.ids import Replica, Room, Token
+from services.contracts.lifecycle import State
+from services.scheduler.decode import invariants, report
+from services.scheduler.decode.capacity import Holding, Pool
+from services.scheduler.decode.request import Lingering, Phase, Releasing, Request, Tombstones
+from services.scheduler.decode.rounds import LaunchedRound
+from services.scheduler.decode.shape import EngineShape
+
+TOTALS = (
+    "rounds", "tokens", "requests_finished", "requests_failed", "requests_cancelled", "capacity_aborts",
+    "reservations_refused", "late_messages",
+)  # fmt: skip
+
+
+class Rooms:
+    """Requests by room, the pools they draw on, the clients that follow them, and the effects of the event at hand."""
+
+    def __init__(self, shape: EngineShape):
+        self.shape = shape
+        self.totals: dict[str, int] = dict.fromkeys(TOTALS, 0)
+        self.pools = [Pool(Replica(r), shape.places, shape.num_blocks, shape.num_slots) for r in range(shape.replicas)]
+        self.requests: dict[Room, Request] = {}
+        self.residents: list[dict[Room, Request]] = [{} for _ in range(shape.replicas)]  # installed and going on, newest last
+        self.clients: dict[ev.Client, Room] = {}
+        self.tombstones = Tombstones()
+        self.round: LaunchedRound | None = None
+        self.capacity_freed = False  # by the event at hand
+        self.effects: list[ev.Effect] = []
+
+    def __iter__(self) -> Iterator[Request]:
+        """A snapshot: handlers end requests while they walk."""
+        return iter(list(self.requests.values()))
+
+    # ---- verbs
+    def emit(self, effect: ev.Effect) -> None:
+        self.effects.append(effect)
+
+    def write(self, request: Request, state: State, fields: report.Fields = ()) -> None:
+        asked = request.asked
+        self.emit(ev.WriteTransition(asked.request_id, state, asked.attempt, request.next_step(state), fields))
+
+    def publish(self, request: Request, tokens: tuple[Token, ...]) -> None:
+        """To its client, or kept for the one that has not attached yet."""
+        self.totals["tokens"] += len(tokens)
+        if request.client is not None:
+            self.emit(ev.PublishTokens(request.client, tokens))
+        else:
+            request.unsent += tokens
+
+    def end(self, request: Request, end: ev.End) -> None:
+        request.end = end
+        if request.client is not None:
+            self.emit(ev.PublishEnd(request.client, end))
+
+    def give_back(self, holding: Holding) -> None:
+        self.pools[holding.replica].give_back(holding)
+        self.capacity_freed = True
+
+    def forget(self, request: Request) -> None:
+        assert request.end is not None
+        del self.requests[request.room]
+        if request.client is not None:
+            del self.clients[request.client]
+        self.tombstones.bury(request.room, request.end)
+
+    # ---- clients
+    def attach(self, event: ev.ClientAttached) -> None:
+        """A client's stream follows its request from the first token, or ends with the reason why not."""
+        request = self.requests.get(event.room)
+        if request is None or request.asked.request_id != event.request_id or request.attached:
+            self.emit(ev.PublishEnd(event.client, self._why_not(event, request)))
+            return
+        request.client, request.attached = event.client, True
+        self.clients[event.client] = event.room
+        if request.unsent:
+            self.emit(ev.PublishTokens(event.client, tuple(request.unsent)))
+            request.unsent.clear()
+        if request.end is not None:
+            self.emit(ev.PublishEnd(event.client, request.end))
+        if isinstance(request.state, Lingering):
+            self.forget(request)
+
+    def detach(self, client: ev.Client) -> Request | None:
+        """The stream ended -> the request that it followed, if that is still here."""
+        room = self.clients.pop(client, None)
+        if room is None:
+            return None
+        request = self.requests[room]
+        request.client = None
+        return request
+
+    def _why_not(self, event: ev.ClientAttached, request: Request | None) -> ev.End:
+        end = self.tombstones.end_of(event.room)
+        if isinstance(end, ev.Failure | ev.ToldByPrefill):
+            return end
+        if isinstance(end, ev.Finished) or (request is not None and request.asked.request_id == event.request_id):
+            return ev.Failure("bad_request", f"{event.request_id} was attached before; its tokens cannot be read twice")
+        message = f"room {event.room} of {event.request_id} is not known here; attach with what the Attached event named"
+        return ev.Failure("not_found", message)
+
+    # ---- questions
+    def due(self, request: Request) -> float:
+        """When time alone changes the request; infinite if never."""
+        match request.state:
+            case Releasing(drained_by=time):
+                return time
+            case Lingering():
+                return request.attach_by
+            case _:
+                return request.due
+
+    def counters(self) -> dict[str, int]:
+        phases = [request.state.phase for request in self.requests.values()]
+        return {
+            "reserved": phases.count(Phase.RESERVED),
+            "receiving": phases.count(Phase.RECEIVING),
+            "resident": phases.count(Phase.INSTALLED) + phases.count(Phase.DECODING),
+            "finishing": phases.count(Phase.FINISHING),
+            "quarantined": phases.count(Phase.RELEASING),
+            "lingering": phases.count(Phase.LINGERING),
+            "blocks_used": sum(pool.blocks.used for pool in self.pools),
+            "slots_used": sum(pool.slots.used for pool in self.pools),
+            "places_used": sum(pool.places_used for pool in self.pools),
+        }
+
+    def check(self) -> None:
+        invariants.check_pools(self.requests, self.pools)
+        invariants.check_residents(self.requests, self.residents, self.round, self.shape.verify_width)
+        invariants.check_round(self.requests, self.round)
+        invariants.check_clients(self.requests, self.clients, self.tombstones)

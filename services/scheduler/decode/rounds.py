@@ -1,0 +1,96 @@
+"""One lockstep round: what each replica's workers are told, and whether their answer fits (spec scheduling §3.1)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from services.contracts.geometry import blocks_for
+from services.contracts.ids import Place, Room
+from services.scheduler.decode.buckets import shape_of
+from services.scheduler.decode.capacity import Pool
+from services.scheduler.decode.events import BlockDelta, PlaceInstall, ReplicaPlan, RoundDone, RoundPlan
+from services.scheduler.decode.request import Decoding, Installed, Request
+from services.scheduler.decode.shape import EngineShape
+
+Row = tuple[Place, Room]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedRound:
+    """The round that is out: the workers may write to everything that its requests hold."""
+
+    round_id: int
+    launched_at: float
+    rows: tuple[tuple[Row, ...], ...]  # by replica, in the plan's order
+
+
+def launch(
+    round_id: int, shape: EngineShape, pools: Sequence[Pool], residents: Sequence[dict[Room, Request]], now: float
+) -> tuple[RoundPlan, LaunchedRound] | None:
+    """Build the round of all residents and mark them as being in it; None if nobody lives on any replica.
+
+    Every replica takes part, with the same bucket. Places that ended since the last round are cleared along with it.
+    """
+    size = shape_of([len(requests) for requests in residents], shape.buckets, shape.graphs)
+    if size is None:
+        return None
+    parts: list[ReplicaPlan] = []
+    rows: list[tuple[Row, ...]] = []
+    for pool, requests in zip(pools, residents, strict=True):
+        ordered = sorted(requests.values(), key=_place)
+        installs, deltas = _changes(ordered, round_id, shape)
+        live = tuple(_place(request) for request in ordered)
+        parts.append(ReplicaPlan(tuple(sorted(pool.clears)), installs, deltas, live))
+        rows.append(tuple(zip(live, (request.room for request in ordered), strict=True)))
+        pool.clears.clear()
+    return RoundPlan(round_id, *size, tuple(parts)), LaunchedRound(round_id, now, tuple(rows))
+
+
+def mismatch(launched: LaunchedRound | None, done: RoundDone, width: int) -> str | None:
+    """Why an answer cannot be that of the round that is out: one entry a live place, in order, with 1..width tokens."""
+    if launched is None or done.round_id != launched.round_id:
+        return f"round {done.round_id} was answered, but {launched.round_id if launched else 'no round'} is out"
+    expected = [[place for place, _ in rows] for rows in launched.rows]
+    answered = [[entry.place for entry in entries] for entries in done.replicas]
+    if answered != expected:
+        return f"round {done.round_id} ran places {expected}, but {answered} were answered"
+    for entry in (entry for entries in done.replicas for entry in entries):
+        if not 1 <= len(entry.tokens) <= width or len(entry.window) != width or entry.window[0] != entry.tokens[-1]:
+            return (
+                f"round {done.round_id}, place {entry.place}: {entry.tokens} with the next window {entry.window}; "
+                f"expected 1 to {width} tokens and a window of {width} that begins with the last of them"
+            )
+    return None
+
+
+def _changes(
+    requests: Iterable[Request], round_id: int, shape: EngineShape
+) -> tuple[tuple[PlaceInstall, ...], tuple[BlockDelta, ...]]:
+    """What the workers do not know yet of these requests; afterwards they do."""
+    installs: list[PlaceInstall] = []
+    deltas: list[BlockDelta] = []
+    for request in requests:
+        state = request.state
+        assert isinstance(state, Installed | Decoding)
+        holding, progress = state.holding, state.progress
+        assert len(holding.blocks) >= blocks_for(progress.position + shape.verify_width), f"{request.room} lacks a block"
+        if isinstance(state, Installed):
+            installs.append(
+                PlaceInstall(
+                    place=holding.place,
+                    room=request.room,
+                    blocks=tuple(holding.blocks),
+                    slot=holding.slot,
+                    position=progress.position,
+                    window=progress.window,
+                    sampling=request.asked.sampling,
+                )
+            )
+        elif len(holding.blocks) > state.known_blocks:
+            deltas.append(BlockDelta(holding.place, tuple(holding.blocks[state.known_blocks :])))
+        request.state = Decoding(holding, progress, known_blocks=len(holding.blocks), round_id=round_id)
+    return tuple(installs), tuple(deltas)
+
+
+def _place(request: Request) -> Place:
+    assert isinstance(request.state, Installed | Decoding)
+    return request.state.holding.place
