@@ -183,6 +183,7 @@ class WorkerArguments(EngineArguments):
     listen: Address = Field(description="HOST:PORT of WorkerControl")
     agent_socket: str = Field(description="Unix socket of this rank's kvtransfer agent")
     run_dir: str = Field(description="directory for the engine's Unix sockets on this node")
+    cpu_threads: int = Field(default=1, ge=1, description="threads of one CPU operation; many ranks share a machine")
 
     @model_validator(mode="after")
     def _rank(self) -> Self:

@@ -1,0 +1,183 @@
+"""One lockstep decode round of this rank's replica: every live place gets its next token.
+
+A place is a row of the state tensors, which live on the device thread; plans carry changes only. One more row is the null
+place (null block, slot 0, position 0): padding rows are copies of it, so a padded row cannot look alive. The buffers that
+the model reads have fixed addresses and are filled for each round, so that a round can be captured and replayed.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from k3mesh.errors import Internal
+from services.contracts.geometry import blocks_for
+from services.contracts.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT
+from services.worker.model.batch import ForwardBatch
+from services.worker.model.decoder import DecoderStage
+from services.worker.speculative.sampling import Sampling, sample
+from services.worker.wire import BlockDelta, Command, Mode, PlaceInstall, PlaceTokens, RoundPlan, RoundResult
+
+# A finishing round, one that lingers and its successor may write past a request's end (spec scheduling §3.1).
+WIDTHS_PAST_END = 3
+
+
+class DecodeReplica:
+    """One rank of a decode replica with `places` sequence places of up to `max_model_len` tokens."""
+
+    def __init__(
+        self, stage: DecoderStage, *, replica: int, places: int, max_model_len: int, verify_width: int, vocab_size: int
+    ):
+        self._stage = stage
+        self._replica, self._places, self._width, self._vocab = replica, places, verify_width, vocab_size
+        columns = blocks_for(max_model_len + WIDTHS_PAST_END * verify_width)
+        self._state = _Rows(places + 1, columns)
+        self._counts = [0] * places  # blocks in each table
+        self._sampling: list[Sampling | None] = [None] * places  # None: the place is empty
+        self._buffers = _Rows(places, columns)
+        self._lengths = torch.arange(places + 1, dtype=torch.int32)
+        self._context = torch.zeros(places, dtype=torch.int32)
+        self._write_slots = torch.zeros(places, dtype=torch.int64)
+        self._fresh = torch.zeros(places, dtype=torch.bool)
+        self._rounds, self._tokens = 0, 0
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "places": sum(sampling is not None for sampling in self._sampling),
+            "blocks_in_tables": sum(self._counts),
+        }
+
+    def totals(self) -> dict[str, int]:
+        return {"rounds": self._rounds, "tokens": self._tokens}
+
+    def execute(self, command: Command) -> RoundResult:
+        if not isinstance(command, RoundPlan):
+            raise Internal(f"a decode worker cannot do {type(command).__name__}; its scheduler drives the wrong engine")
+        for place in command.clears:
+            self._clear(place)
+        for install in command.installs:
+            self._install(install)
+        for delta in command.deltas:
+            self._append(delta)
+        return self._round(command)
+
+    # ---- changes
+
+    def _clear(self, place: int) -> None:
+        self._check_place(place)
+        self._state.reset(place)
+        self._counts[place] = 0
+        self._sampling[place] = None
+
+    def _install(self, it: PlaceInstall) -> None:
+        self._check_place(it.place)
+        if self._sampling[it.place] is not None:
+            raise Internal(f"place {it.place} of replica {self._replica} is taken; clear it before room {it.room} gets it")
+        if len(it.window) != self._width or not all(0 <= token < self._vocab for token in it.window):
+            raise Internal(
+                f"room {it.room}: window {list(it.window)} must have {self._width} ids below {self._vocab}", detail="PD_CAND"
+            )
+        if it.slot == NULL_SLOT:
+            raise Internal(f"room {it.room}: slot 0 is the null slot and belongs to no request")
+        self._state.slots[it.place] = it.slot
+        self._state.positions[it.place] = it.position
+        self._state.tokens[it.place] = it.window[0]
+        self._sampling[it.place] = it.sampling
+        self._append(BlockDelta(it.place, it.blocks))
+
+    def _append(self, delta: BlockDelta) -> None:
+        self._check_place(delta.place)
+        start = self._counts[delta.place]
+        stop = start + len(delta.blocks)
+        if self._sampling[delta.place] is None or stop > self._state.tables.shape[1] or NULL_BLOCK in delta.blocks:
+            raise Internal(
+                f"place {delta.place} of replica {self._replica}: blocks {list(delta.blocks)} for columns {start}..{stop - 1} "
+                f"belong to no request, exceed the {self._state.tables.shape[1]} that one may have, or name the null block"
+            )
+        self._state.tables[delta.place, start:stop] = torch.tensor(delta.blocks, dtype=torch.int32)
+        self._counts[delta.place] = stop
+
+    def _check_place(self, place: int) -> None:
+        if not 0 <= place < self._places:
+            raise Internal(f"replica {self._replica} has places 0..{self._places - 1}, the plan names {place}")
+
+    # ---- the round
+
+    def _round(self, plan: RoundPlan) -> RoundResult:
+        live = plan.live
+        rules = [self._check_live(place) for place in live]
+        if not len(live) <= plan.bucket <= self._places:
+            raise Internal(f"round {plan.round_id}: bucket {plan.bucket} must hold {len(live)} rows of {self._places} places")
+        started = time.time()
+        batch = self._fill(live, plan.bucket, plan.mode)
+        hidden = self._stage.forward(batch, None, _no_barrier)
+        assert isinstance(hidden, Tensor), "decode has one stage"
+        tokens: list[int] = []
+        if live:
+            rows = torch.tensor(live)
+            positions = self._state.positions[rows] + 1  # of the tokens to be chosen
+            tokens = sample(self._stage.logits(hidden[: len(live)]), rules, positions.tolist())
+            self._state.positions[rows] = positions
+            self._state.tokens[rows] = torch.tensor(tokens)
+        self._rounds += 1
+        self._tokens += len(tokens)
+        results = tuple(PlaceTokens(place, (token,), (token,)) for place, token in zip(live, tokens, strict=True))
+        return RoundResult(plan.round_id, self._replica, results, started, time.time())
+
+    def _check_live(self, place: int) -> Sampling:
+        self._check_place(place)
+        sampling = self._sampling[place]
+        position = int(self._state.positions[place])
+        if sampling is None or self._counts[place] < blocks_for(position + self._width):
+            raise Internal(
+                f"place {place} of replica {self._replica} cannot decode position {position}: it is empty, or its table of "
+                f"{self._counts[place]} blocks is too short"
+            )
+        return sampling
+
+    def _fill(self, live: tuple[int, ...], bucket: int, mode: Mode) -> ForwardBatch:
+        """The buffers' first `bucket` rows: the live places in plan order, then padding."""
+        null = self._places
+        rows = torch.tensor([*live, *[null] * (bucket - len(live))])
+        self._buffers.copy_from(self._state, rows)
+        positions, tables = self._buffers.positions[:bucket], self._buffers.tables[:bucket]
+        blocks = tables.gather(1, (positions // BLOCK_TOKENS).unsqueeze(1)).squeeze(1).long()
+        self._write_slots[:bucket] = blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        self._context[:bucket] = positions + 1
+        return ForwardBatch(
+            mode="extend" if mode is Mode.NORMAL_EAGER else "decode",
+            tokens=self._buffers.tokens[:bucket],
+            positions=positions,
+            cu_seqlens=self._lengths[: bucket + 1],
+            context_lens=self._context[:bucket],
+            block_tables=tables,
+            write_slots=self._write_slots[:bucket],
+            slots=self._buffers.slots[:bucket],
+            fresh=self._fresh[:bucket],
+        )
+
+
+class _Rows:
+    """State of n places: block table [n, columns] int32, slot, position and newest token [n] int64; zero is the null place."""
+
+    def __init__(self, n: int, columns: int):
+        self.tables = torch.zeros((n, columns), dtype=torch.int32)
+        self.slots = torch.zeros(n, dtype=torch.int64)
+        self.positions = torch.zeros(n, dtype=torch.int64)
+        self.tokens = torch.zeros(n, dtype=torch.int64)
+
+    def reset(self, row: int) -> None:
+        for tensor in (self.tables, self.slots, self.positions, self.tokens):
+            tensor[row] = 0
+
+    def copy_from(self, other: "_Rows", rows: Tensor) -> None:
+        """This one's first len(rows) rows := rows of the other."""
+        n = len(rows)
+        torch.index_select(other.tables, 0, rows, out=self.tables[:n])
+        torch.index_select(other.slots, 0, rows, out=self.slots[:n])
+        torch.index_select(other.positions, 0, rows, out=self.positions[:n])
+        torch.index_select(other.tokens, 0, rows, out=self.tokens[:n])
+
+
+def _no_barrier(step: int) -> None:
+    """A decode round produces for nobody: caches leave this engine never."""

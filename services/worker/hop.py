@@ -1,0 +1,34 @@
+"""What crosses a stage boundary, rank t to rank t (spec k3-model §2): prefix, then closed blocks.
+
+Both ends derive the sizes from the step's row count and the boundary's layer, so no header travels.
+"""
+
+import torch
+
+from services.contracts.model import ModelConfig
+from services.contracts.topology import RankPlace
+from services.worker.model.batch import Hop
+from services.worker.parallel.pipeline import Pipeline
+
+
+class StageBoundary:
+    """One rank's ends of the boundaries around its stage. Device thread only; EngineLost when a neighbour is late or gone."""
+
+    def __init__(self, pipeline: Pipeline, model: ModelConfig, place: RankPlace, dtype: torch.dtype):
+        self._pipeline = pipeline
+        self._hidden = model.hidden_size
+        self._closed = model.closed_blocks_before(place.window.start)
+        self._dtype = dtype
+
+    def receive(self, rows: int) -> Hop | None:
+        """The state of `rows` rows from the stage before, None on the first stage. Waits for it."""
+        if self._pipeline.is_first:
+            return None
+        prefix = torch.empty((rows, self._hidden), dtype=self._dtype)
+        blocks = torch.empty((self._closed, rows, self._hidden), dtype=self._dtype)
+        self._pipeline.recv_prev(prefix, blocks)
+        return Hop(prefix, blocks)
+
+    def send(self, hop: Hop) -> None:
+        """Start sending to the next stage; returns while it travels."""
+        self._pipeline.send_next(hop.prefix, hop.blocks)

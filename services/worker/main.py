@@ -1,0 +1,213 @@
+"""One rank's compute process: `python -m services.worker.main --rank N --listen HOST:PORT --agent-socket PATH …`.
+
+Rank start: arguments, topology, groups (and the epoch), own shard, pools, export to the agent, server, ready. A tensor-
+parallel leader is then driven by its scheduler, a peer by its leader. Whatever ends one of these lines ends the epoch.
+"""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from k3mesh.errors import MeshError
+from k3mesh.v1 import worker_pb2_grpc
+from kernels.registry import format_table
+from services.contracts.arguments import WorkerArguments
+from services.contracts.geometry import Geometry
+from services.contracts.model import ModelConfig
+from services.contracts.placement import place as place_fields
+from services.contracts.topology import RankPlace, Topology
+from services.runtime.process import Process, run
+from services.runtime.rpc_server import RpcServer
+from services.runtime.telemetry import log
+from services.worker import wire
+from services.worker.cache.export import AgentLink
+from services.worker.cache.pools import DTYPES, Pools, allocate
+from services.worker.control import Control
+from services.worker.decode_round import DecodeReplica
+from services.worker.engine import Engine, Runner
+from services.worker.fanout import Leader, Peer, socket_path
+from services.worker.fingerprint import model_fingerprint
+from services.worker.hop import StageBoundary
+from services.worker.model.backends import choose_ops
+from services.worker.model.decoder import DecoderStage
+from services.worker.model.loader import load_stage_weights
+from services.worker.parallel.experts import GlooExperts
+from services.worker.parallel.groups import Groups, join
+from services.worker.prefill_step import PrefillStage
+
+DEVICE = "cpu"
+GRACE_S = 2.0  # for what is queued, and for the last report to leave
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the device thread has built."""
+
+    groups: Groups
+    stage: DecoderStage
+    pools: Pools
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from the arguments alone."""
+
+    arguments: WorkerArguments
+    model: ModelConfig
+    topology: Topology
+    geometry: Geometry
+    place: RankPlace
+
+    @classmethod
+    def of(cls, arguments: WorkerArguments) -> "Plan":
+        model = arguments.load_model_config()
+        topology = arguments.topology(model)
+        return cls(arguments, model, topology, arguments.geometry(model), topology.place_of(arguments.rank))
+
+    @property
+    def leader(self) -> int:
+        return self.topology.tp_group(self.place.rank)[0]
+
+
+async def main(process: Process, arguments: WorkerArguments) -> None:
+    plan = Plan.of(arguments)
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(_serve(process, plan))
+        await process.stopping.wait()
+        serving.cancel()
+
+
+async def _serve(process: Process, plan: Plan) -> None:
+    a, place = plan.arguments, plan.place
+    async with AsyncExitStack() as stack:
+        leader = None
+        if place.rank == plan.leader:
+            leader = Leader(socket_path(a.run_dir, place.rank), plan.topology.tp_size - 1)
+            stack.push_async_callback(leader.close)
+            await leader.listen()  # before the groups meet, after which peers connect
+        engine = Engine(a.cpu_threads)
+        stack.push_async_callback(engine.close, GRACE_S)
+        rank = await engine.call(lambda: _build(plan))
+        stack.callback(rank.pools.close)
+        agent = await AgentLink.open(a.agent_socket, rank.pools, a.startup_timeout)
+        stack.callback(agent.close)
+        hello = _hello(plan, rank)
+        control = Control(engine, leader, hello, a.startup_timeout)
+        engine.start(_runner(plan, rank, agent), control.deliver)
+        server = RpcServer(
+            a.listen, [(worker_pb2_grpc.add_WorkerControlServicer_to_server, control, "k3mesh.v1.WorkerControl")]
+        )
+        await server.start()
+        stack.push_async_callback(server.stop, GRACE_S)
+        try:
+            async with asyncio.TaskGroup() as lines:
+                lines.create_task(agent.watch())
+                lines.create_task(engine.watch())
+                if leader is not None:
+                    lines.create_task(leader.watch())
+                    lines.create_task(control.watch())
+                else:
+                    lines.create_task(_follow(plan, engine, hello))
+                control.set_ready()
+                await server.set_serving(True)
+                process.ready()
+        except* MeshError as group:
+            error = _first(group)
+            log.error("the epoch ends", error=error.message)
+            control.end(error)
+            raise error from None
+
+
+def _build(plan: Plan) -> Rank:
+    """On the device thread: meet the other ranks, load this rank's shard, make its pools."""
+    a, model, topology, place = plan.arguments, plan.model, plan.topology, plan.place
+    groups = join(topology, a.rank, a.dist_init_addr, a.startup_timeout)
+    dtype, cache_dtype = DTYPES[a.compute_dtype], DTYPES[a.cache_dtype]
+    ops, choices = choose_ops(
+        model,
+        topology,
+        DEVICE,
+        dtype,
+        cache_dtype,
+        attention_backend=a.attention_backend,
+        kda_backend=a.kda_backend,
+        moe_backend=a.moe_backend,
+    )
+    log.info("kernels", table=format_table(choices))
+    weights = load_stage_weights(a.model, model, topology, place, dtype, DEVICE)
+    num_blocks, num_slots = a.cache_size(plan.geometry)
+    pools = allocate(
+        place_fields(
+            plan.geometry,
+            place,
+            engine_id=a.engine_id,
+            engine_epoch=groups.epoch,
+            model_fingerprint=model_fingerprint(a.model),
+            num_blocks=num_blocks,
+            num_slots=num_slots,
+            verify_width=a.verify_width,
+            speculative_algorithm=a.speculative_algorithm or "NONE",
+        )
+    )
+    experts = GlooExperts(groups.ep, model.num_experts, a.low_latency_max_num_tokens_per_gpu)
+    stage = DecoderStage(model, topology, place, weights, pools.caches, groups.tp, experts, ops)
+    return Rank(groups, stage, pools)
+
+
+def _runner(plan: Plan, rank: Rank, agent: AgentLink) -> Runner:
+    a, place = plan.arguments, plan.place
+    if a.disaggregation_mode == "prefill":
+        return PrefillStage(
+            rank.stage,
+            StageBoundary(rank.groups.pipeline, plan.model, place, DTYPES[a.compute_dtype]),
+            agent.post,
+            index=place.stage,
+            producer_steps=len(plan.geometry.producer_steps(place.stage)),
+            interval=a.disaggregation_layerwise_interval,
+        )
+    return DecodeReplica(
+        rank.stage,
+        replica=place.dp,
+        places=a.replica_seqs,
+        max_model_len=a.max_model_len,
+        verify_width=a.verify_width,
+        vocab_size=plan.model.vocab_size,
+    )
+
+
+def _hello(plan: Plan, rank: Rank) -> wire.WorkerHello:
+    record = rank.pools.placement
+    return wire.WorkerHello(
+        engine_id=record.engine_id,
+        engine_epoch=record.engine_epoch,
+        rank=record.global_rank,
+        num_blocks=record.num_blocks,
+        num_slots=record.num_slots,
+        model_fingerprint=record.model_fingerprint,
+        model_name=plan.arguments.served_model_name,
+        vocab_size=plan.model.vocab_size,
+        end_token_ids=plan.model.eos_token_ids,
+        max_position=plan.model.max_position_embeddings,
+    )
+
+
+async def _follow(plan: Plan, engine: Engine, hello: wire.WorkerHello) -> None:
+    """A peer's life: say that it is ready, then do what its leader hands on."""
+    peer = await Peer.connect(socket_path(plan.arguments.run_dir, plan.leader), wire.hello(hello))
+    try:
+        async for message in peer.commands():
+            engine.submit(wire.command(message))
+    finally:
+        peer.close()
+
+
+def _first(group: BaseExceptionGroup[MeshError]) -> MeshError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, MeshError)
+    return error
+
+
+if __name__ == "__main__":
+    run("worker", main, WorkerArguments)

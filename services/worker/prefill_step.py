@@ -1,0 +1,184 @@
+"""One batch of prompt chunks through this rank's stage: rows in, caches written, barriers posted, first tokens out.
+
+Block tables live here, on the device thread; steps carry changes only. Barriers follow spec cache-and-handoff §7 and §8:
+producer steps are the stage's own layers in order, then the drafter where there is one.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from k3mesh.errors import Internal
+from services.contracts.geometry import blocks_for
+from services.contracts.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT
+from services.worker.hop import StageBoundary
+from services.worker.model.batch import ForwardBatch, Hop
+from services.worker.model.decoder import DecoderStage
+from services.worker.speculative.sampling import sample
+from services.worker.wire import (
+    ChunkRow,
+    ChunkStarted,
+    Command,
+    FieldsReady,
+    FirstToken,
+    ForgetLocal,
+    ForgetRooms,
+    HandoffReady,
+    LocalRow,
+    Notice,
+    PrefillStep,
+    StepDone,
+)
+
+
+@dataclass(slots=True)
+class RoomState:
+    """A request's place in this rank's caches."""
+
+    slot: int
+    cached_tokens: int  # what this engine's prefix cache held: the first chunk starts after it
+    end: int  # rows that chunks have written so far, those cached included
+    blocks: list[int] = field(default_factory=list[int])
+
+
+class PrefillStage:
+    """One rank of a prefill engine. `producer_steps` counts the stage's steps (geometry.producer_steps), `post` tells the
+    agent, `interval` is how many producer steps share a barrier, 0 for one barrier at the end."""
+
+    def __init__(
+        self,
+        stage: DecoderStage,
+        boundary: StageBoundary,
+        post: Callable[[Notice], None],
+        *,
+        index: int,
+        producer_steps: int,
+        interval: int,
+    ):
+        self._stage, self._boundary, self._post = stage, boundary, post
+        self._index, self._producer_steps, self._interval = index, producer_steps, interval
+        self._rooms: dict[int, RoomState] = {}
+        self._blocks, self._steps, self._tokens = 0, 0, 0
+
+    def counters(self) -> dict[str, int]:
+        return {"rooms": len(self._rooms), "blocks_in_tables": self._blocks}
+
+    def totals(self) -> dict[str, int]:
+        return {"steps": self._steps, "tokens": self._tokens}
+
+    def execute(self, command: Command) -> StepDone | None:
+        match command:
+            case PrefillStep():
+                return self._run(command)
+            case ForgetRooms():
+                self._forget(command.rooms)
+                return None
+            case _:
+                raise Internal(f"a prefill worker cannot do {type(command).__name__}; its scheduler drives the wrong engine")
+
+    def _run(self, step: PrefillStep) -> StepDone:
+        for row in step.rows:
+            self._extend(row)
+        batch = self._batch(step.rows)
+        self._post(ChunkStarted(step.step_id, tuple(_local_row(row) for row in step.rows)))
+        hop = self._boundary.receive(len(batch.tokens))
+        started = time.time()
+        out = self._stage.forward(batch, hop, _Barriers(step.step_id, self._producer_steps, self._interval, self._post).passed)
+        first_tokens = () if isinstance(out, Hop) else self._first_tokens(step.rows, batch, out)
+        ended = time.time()
+        if isinstance(out, Hop):
+            self._boundary.send(out)
+        self._steps += 1
+        self._tokens += len(batch.tokens)
+        return StepDone(step.step_id, self._index, started, ended, first_tokens)
+
+    def _extend(self, row: ChunkRow) -> None:
+        """Apply a row's changes to its room. Internal if the chunk does not continue the prompt or lacks a block."""
+        room = self._rooms.get(row.room)
+        if room is None:
+            room = self._rooms[row.room] = RoomState(row.slot, cached_tokens=row.start, end=row.start)
+        if row.start != room.end or row.end <= row.start or row.slot != room.slot or row.slot == NULL_SLOT:
+            raise Internal(
+                f"request {row.request_id}: chunk [{row.start}, {row.end}) in slot {row.slot} does not continue its prompt, "
+                f"which stands at {room.end} in slot {room.slot}"
+            )
+        room.blocks += row.new_blocks
+        self._blocks += len(row.new_blocks)
+        if blocks_for(row.end) > len(room.blocks) or NULL_BLOCK in row.new_blocks:
+            raise Internal(
+                f"request {row.request_id}: chunk [{row.start}, {row.end}) needs {blocks_for(row.end)} blocks, none of them "
+                f"the null block; its table has {len(room.blocks)}, just appended {list(row.new_blocks)}"
+            )
+        room.end = row.end
+
+    def _batch(self, rows: tuple[ChunkRow, ...]) -> ForwardBatch:
+        lengths = [row.end - row.start for row in rows]
+        tables = torch.zeros((len(rows), max(blocks_for(row.end) for row in rows)), dtype=torch.int32)
+        for table, row in zip(tables, rows, strict=True):
+            used = blocks_for(row.end)
+            table[:used] = torch.tensor(self._rooms[row.room].blocks[:used], dtype=torch.int32)
+        positions = torch.cat([torch.arange(row.start, row.end) for row in rows])
+        sequence = torch.repeat_interleave(torch.tensor(lengths))
+        blocks = tables[sequence, positions // BLOCK_TOKENS].long()
+        return ForwardBatch(
+            mode="extend",
+            tokens=_tokens(rows),
+            positions=positions,
+            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
+            context_lens=torch.tensor([row.end for row in rows], dtype=torch.int32),
+            block_tables=tables,
+            write_slots=blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS,
+            slots=torch.tensor([row.slot for row in rows]),
+            fresh=torch.tensor([row.start == 0 for row in rows]),
+        )
+
+    def _first_tokens(self, rows: tuple[ChunkRow, ...], batch: ForwardBatch, hidden: Tensor) -> tuple[FirstToken, ...]:
+        """Sample where a prompt ends (last stage; every tensor-parallel rank computes the same) and hand it over."""
+        ends = [index for index, row in enumerate(rows) if row.last]
+        if not ends:
+            return ()
+        rules = [rows[index].sampling for index in ends]
+        if None in rules:
+            raise Internal("the last chunk of a prompt came without sampling parameters")
+        logits = self._stage.logits(hidden[batch.cu_seqlens[1:].long()[ends] - 1])
+        tokens = sample(logits, [rule for rule in rules if rule is not None], [rows[index].end for index in ends])
+        done: list[FirstToken] = []
+        for index, token in zip(ends, tokens, strict=True):
+            room, window = rows[index].room, (token,)
+            self._post(HandoffReady(room, token, window, self._rooms[room].cached_tokens))
+            done.append(FirstToken(room, token, window))
+        return tuple(done)
+
+    def _forget(self, rooms: tuple[int, ...]) -> None:
+        for room in rooms:
+            state = self._rooms.pop(room, None)
+            self._blocks -= len(state.blocks) if state else 0
+        self._post(ForgetLocal(rooms))
+
+
+class _Barriers:
+    """Tells the agent which producer steps of one engine step have written their fields."""
+
+    def __init__(self, step_id: int, steps: int, interval: int, post: Callable[[Notice], None]):
+        self._step_id, self._steps, self._interval, self._post = step_id, steps, interval or steps, post
+        self._posted = 0
+
+    def passed(self, step: int) -> None:
+        """Producer step `step` is complete, in the device's order."""
+        done = step + 1
+        if done - self._posted == self._interval or done == self._steps:
+            self._post(FieldsReady(self._step_id, self._posted, done))
+            self._posted = done
+
+
+def _tokens(rows: tuple[ChunkRow, ...]) -> Tensor:
+    """[T] int64 of the rows' ids, little-endian uint32 each."""
+    ids = torch.frombuffer(bytearray(b"".join(row.tokens for row in rows)), dtype=torch.uint32)
+    return ids.long()
+
+
+def _local_row(row: ChunkRow) -> LocalRow:
+    return LocalRow(row.room, row.start, row.end, row.last, row.slot, row.new_blocks)

@@ -1,0 +1,327 @@
+"""The worker's messages: what its scheduler asks, what it reports, what its agent learns. Protobuf stops here."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from k3mesh.errors import Internal
+from k3mesh.v1 import common_pb2, transfer_pb2, worker_pb2
+from services.contracts.placement import Placement
+from services.worker.speculative.sampling import Sampling
+
+# ---- scheduler -> worker
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRow:
+    """Prompt positions [start, end) of one request. Blocks are appended to its table, `sampling` is set on the last chunk."""
+
+    request_id: str
+    room: int
+    start: int
+    end: int
+    last: bool
+    tokens: bytes  # little-endian uint32 each
+    new_blocks: tuple[int, ...]
+    slot: int
+    sampling: Sampling | None
+    prefix_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStep:
+    step_id: int
+    rows: tuple[ChunkRow, ...]
+
+
+class Mode(Enum):
+    """How a round runs; every rank of the engine gets the same."""
+
+    LOW_LATENCY_GRAPH = worker_pb2.ROUND_MODE_LOW_LATENCY_GRAPH
+    LOW_LATENCY_EAGER = worker_pb2.ROUND_MODE_LOW_LATENCY_EAGER
+    NORMAL_EAGER = worker_pb2.ROUND_MODE_NORMAL_EAGER
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceInstall:
+    """A place's new request. `window[0]` is the anchor, at `position`; its rows are not in the cache yet."""
+
+    place: int
+    room: int
+    blocks: tuple[int, ...]
+    slot: int
+    position: int
+    window: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDelta:
+    place: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """Changes first (clears, installs, deltas), then one round of the live places padded to `bucket` rows."""
+
+    round_id: int
+    bucket: int
+    mode: Mode
+    installs: tuple[PlaceInstall, ...]
+    clears: tuple[int, ...]
+    deltas: tuple[BlockDelta, ...]
+    live: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetRooms:
+    rooms: tuple[int, ...]
+
+
+Command = PrefillStep | RoundPlan | ForgetRooms
+
+
+def command(message: worker_pb2.WorkerCommand) -> Command:
+    """The work that a command asks for. Internal if it asks for none that a worker knows."""
+    kind = message.WhichOneof("command")
+    if kind == "prefill":
+        return PrefillStep(message.prefill.step_id, tuple(map(_chunk_row, message.prefill.rows)))
+    if kind == "round":
+        return _round_plan(message.round)
+    if kind == "forget":
+        return ForgetRooms(tuple(message.forget.rooms))
+    raise Internal(f"a worker command of kind {kind!r} cannot follow Introduce; scheduler and worker must be of one version")
+
+
+def _chunk_row(row: worker_pb2.ChunkRow) -> ChunkRow:
+    return ChunkRow(
+        request_id=row.request_id,
+        room=row.room,
+        start=row.start,
+        end=row.end,
+        last=row.last,
+        tokens=row.tokens,
+        new_blocks=tuple(row.new_blocks),
+        slot=row.slot,
+        sampling=_sampling(row.sampling) if row.HasField("sampling") else None,
+        prefix_tokens=row.prefix_tokens,
+    )
+
+
+def _round_plan(plan: worker_pb2.RoundPlan) -> RoundPlan:
+    try:
+        mode = Mode(plan.mode)
+    except ValueError as error:
+        raise Internal(f"round {plan.round_id} names mode {plan.mode}; a worker knows {[m.value for m in Mode]}") from error
+    return RoundPlan(
+        round_id=plan.round_id,
+        bucket=plan.bucket,
+        mode=mode,
+        installs=tuple(
+            PlaceInstall(i.place, i.room, tuple(i.blocks), i.slot, i.position, tuple(i.window), _sampling(i.sampling))
+            for i in plan.installs
+        ),
+        clears=tuple(plan.clears),
+        deltas=tuple(BlockDelta(delta.place, tuple(delta.blocks)) for delta in plan.deltas),
+        live=tuple(plan.live),
+    )
+
+
+def _sampling(sampling: common_pb2.Sampling) -> Sampling:
+    """What chooses a token; when to stop is the scheduler's business."""
+    return Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed)
+
+
+# ---- worker -> scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHello:
+    engine_id: str
+    engine_epoch: int
+    rank: int
+    num_blocks: int
+    num_slots: int
+    model_fingerprint: str
+    model_name: str
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
+    max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    room: int
+    token: int
+    window: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    step_id: int
+    stage: int
+    started: float  # Unix seconds, of the stage's own compute
+    ended: float
+    first_tokens: tuple[FirstToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceTokens:
+    place: int
+    tokens: tuple[int, ...]
+    window: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    round_id: int
+    replica: int
+    tokens: tuple[PlaceTokens, ...]
+    started: float
+    ended: float
+
+
+Report = StepDone | RoundResult
+
+
+def hello(it: WorkerHello) -> worker_pb2.WorkerHello:
+    return worker_pb2.WorkerHello(
+        engine_id=it.engine_id,
+        engine_epoch=it.engine_epoch,
+        rank=it.rank,
+        num_blocks=it.num_blocks,
+        num_slots=it.num_slots,
+        model_fingerprint=it.model_fingerprint,
+        model_name=it.model_name,
+        vocab_size=it.vocab_size,
+        end_token_ids=it.end_token_ids,
+        max_position=it.max_position,
+    )
+
+
+def report(it: Report) -> worker_pb2.WorkerReport:
+    match it:
+        case StepDone():
+            first = [worker_pb2.FirstToken(room=f.room, token=f.token, window=f.window) for f in it.first_tokens]
+            step = worker_pb2.StepDone(
+                step_id=it.step_id, stage=it.stage, started=it.started, ended=it.ended, first_tokens=first
+            )
+            return worker_pb2.WorkerReport(step=step)
+        case RoundResult():
+            tokens = [worker_pb2.PlaceTokens(place=p.place, tokens=p.tokens, window=p.window) for p in it.tokens]
+            done = worker_pb2.RoundResult(
+                round_id=it.round_id, replica=it.replica, tokens=tokens, started=it.started, ended=it.ended
+            )
+            return worker_pb2.WorkerReport(round=done)
+
+
+# ---- worker -> its agent
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRow:
+    room: int
+    start: int
+    end: int
+    last: bool
+    slot: int
+    new_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStarted:
+    step_id: int
+    rows: tuple[LocalRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldsReady:
+    """Producer steps [lo, hi) of the stage have written the caches of this engine step."""
+
+    step_id: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffReady:
+    room: int
+    token: int
+    window: tuple[int, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetLocal:
+    rooms: tuple[int, ...]
+
+
+Notice = Export | ChunkStarted | FieldsReady | HandoffReady | ForgetLocal
+
+
+def local_message(it: Notice) -> transfer_pb2.LocalMessage:
+    match it:
+        case Export():
+            return transfer_pb2.LocalMessage(export=_placement(it.placement))
+        case ChunkStarted():
+            rows = [
+                transfer_pb2.LocalRow(
+                    room=row.room, start=row.start, end=row.end, last=row.last, slot=row.slot, new_blocks=row.new_blocks
+                )
+                for row in it.rows
+            ]
+            return transfer_pb2.LocalMessage(chunk=transfer_pb2.ChunkStarted(step_id=it.step_id, rows=rows))
+        case FieldsReady():
+            return transfer_pb2.LocalMessage(ready=transfer_pb2.FieldsReady(step_id=it.step_id, lo=it.lo, hi=it.hi))
+        case HandoffReady():
+            handoff = transfer_pb2.Handoff(token=it.token, window=it.window, cached_tokens=it.cached_tokens)
+            return transfer_pb2.LocalMessage(handoff=transfer_pb2.HandoffReady(room=it.room, handoff=handoff))
+        case ForgetLocal():
+            return transfer_pb2.LocalMessage(forget=transfer_pb2.ForgetLocal(rooms=it.rooms))
+
+
+def _placement(it: Placement) -> transfer_pb2.Placement:
+    return transfer_pb2.Placement(
+        contract=it.contract,
+        engine_id=it.engine_id,
+        role=it.role,
+        engine_epoch=it.engine_epoch,
+        stage=it.stage,
+        num_stages=it.num_stages,
+        tp_rank=it.tp_rank,
+        tp_size=it.tp_size,
+        dp_rank=it.dp_rank,
+        dp_size=it.dp_size,
+        global_rank=it.global_rank,
+        model_fingerprint=it.model_fingerprint,
+        draft_fingerprint=it.draft_fingerprint,
+        block_tokens=it.block_tokens,
+        num_blocks=it.num_blocks,
+        num_slots=it.num_slots,
+        verify_width=it.verify_width,
+        speculative_algorithm=it.speculative_algorithm,
+        layer_lo=it.layer_lo,
+        layer_hi=it.layer_hi,
+        arenas=[transfer_pb2.Arena(arena_id=a.arena_id, name=a.name, length=a.length) for a in it.arenas],
+        fields=[
+            transfer_pb2.Field(
+                field_id=field.field_id,
+                layer=field.layer,
+                kind=field.kind,
+                dtype=field.dtype,
+                shape=field.shape,
+                arena_id=field.arena_id,
+                offset=field.offset,
+                unit_stride=field.unit_stride,
+                payload=field.payload,
+                parts=field.parts,
+            )
+            for field in it.fields
+        ],
+        fingerprint=it.fingerprint,
+    )
