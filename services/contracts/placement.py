@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from k3mesh.errors import ConfigError, TransferFailed
-from services.contracts.geometry import PAGED, SLOT, blocks_for
+from services.contracts.geometry import ARENAS, PAGED, SLOT, Field, Geometry, blocks_for
 from services.contracts.ids import BLOCK_TOKENS, BlockId, RequestId, Room, SlotId
+from services.contracts.topology import RankPlace
 
 CONTRACT = "fp/1"
 ALIGNMENT = 64  # bytes, of every unit
@@ -143,6 +144,74 @@ class Placement:
                 raise _refusal(
                     f"{self.name}: field {field.field_id} ends at {end}, behind the {arena.length} bytes of arena {arena.name}"
                 )
+
+
+def place(
+    geometry: Geometry,
+    rank: RankPlace,
+    *,
+    engine_id: str,
+    engine_epoch: int,
+    model_fingerprint: str,
+    draft_fingerprint: str = "",
+    num_blocks: int,
+    num_slots: int,
+    verify_width: int,
+    speculative_algorithm: str = "NONE",
+) -> Placement:
+    """The record of a rank whose pools are plain arenas: field after field, unit after unit, both aligned.
+
+    An arena without fields on this stage is left out; `arenas` is in the order in which their descriptors are handed over.
+    """
+    arenas: list[Arena] = []
+    places: dict[str, FieldPlace] = {}
+    fields = geometry.fields_of_stage(rank.stage)
+    for name in ARENAS:
+        offset = 0
+        for field in (f for f in fields if f.arena == name):
+            placed = _place(field, len(arenas), offset)
+            places[field.field_id] = placed
+            offset += (num_blocks if field.kind == PAGED else num_slots) * placed.unit_stride
+        if offset:
+            arenas.append(Arena(len(arenas), name, offset))
+    topology = geometry.topology
+    return Placement(
+        engine_id=engine_id,
+        role=topology.role,
+        engine_epoch=engine_epoch,
+        stage=rank.stage,
+        num_stages=topology.stages,
+        tp_rank=rank.tp,
+        tp_size=topology.tp_size,
+        dp_rank=rank.dp,
+        dp_size=topology.dp_size,
+        global_rank=rank.rank,
+        model_fingerprint=model_fingerprint,
+        draft_fingerprint=draft_fingerprint,
+        num_blocks=num_blocks,
+        num_slots=num_slots,
+        verify_width=verify_width,
+        speculative_algorithm=speculative_algorithm,
+        layer_lo=rank.window.start,
+        layer_hi=rank.window.stop,
+        arenas=tuple(arenas),
+        fields=tuple(places[field.field_id] for field in fields),
+    )
+
+
+def _place(field: Field, arena_id: int, offset: int) -> FieldPlace:
+    return FieldPlace(
+        field_id=field.field_id,
+        layer=field.layer,
+        kind=field.kind,
+        dtype=field.dtype,
+        shape=field.shape,
+        arena_id=arena_id,
+        offset=offset,
+        unit_stride=-(-field.unit_bytes // ALIGNMENT) * ALIGNMENT,
+        payload=field.unit_bytes,
+        parts=field.parts,
+    )
 
 
 # ---- pair check
