@@ -94,6 +94,14 @@ def test_router_takes_the_smallest_id_among_equals(backend: Candidate):
 
 
 @each_backend("router")
+def test_router_takes_the_smallest_ids_among_896_equals(backend: Candidate):
+    op = implementation(backend, geometry())
+    x, weight = torch.ones(40, 7168, device=DEVICE), torch.zeros(896, 7168, device=DEVICE)
+    ids, _ = op(x, weight, torch.zeros(896, device=DEVICE), 16, True, 1.0)
+    assert torch.equal(ids.cpu(), torch.arange(16).expand(40, 16))
+
+
+@each_backend("router")
 def test_router_computes_logits_of_bfloat16_rows_in_float32(backend: Candidate):
     op = implementation(backend, geometry(torch.bfloat16, hidden=2, num_experts=2, top_k=1))
     # 1 + 2**-9 against 1: equal once rounded to bfloat16, different in float32.

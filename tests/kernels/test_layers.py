@@ -1,5 +1,6 @@
 """Each layer alone against the formulas of the specification, from the released tensors."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -144,6 +145,21 @@ def test_latent_moe_equals_the_dense_sum_over_its_experts(mode):
     ((sent, sent_weights),) = dispatcher.calls
     assert torch.equal(sent[live], ids[live])
     assert (sent[~live] == -1).all() and (sent_weights[~live] == 0).all()
+
+
+@pytest.mark.parametrize(("mode", "other"), [("extend", "decode"), ("decode", "extend")])
+def test_the_mode_says_which_form_of_an_op_runs(mode, other: str):
+    model, ops, tp, caches = surroundings()
+
+    def refuse(*args: object) -> Tensor:
+        raise AssertionError(f"the {other} form ran in {mode} mode")
+
+    ops = replace(ops, **{f"mla_{other}": refuse, f"kda_{other}": refuse})
+    batch, x = make_batch([(request([0] * 3), 3)], mode), rows(3)
+    weights = loaded()
+    mla = MlaAttention(model, weights, "model.layers.3.self_attn", caches.mla[3], tp, ops)
+    kda = KdaAttention(model, weights, "model.layers.0.self_attn", caches.kda_rec[0], caches.kda_conv[0], tp, ops)
+    assert mla(x, batch).shape == kda(x, batch).shape == x.shape
 
 
 def test_dense_ffn_equals_its_formula():
