@@ -46,6 +46,7 @@ def _address(value: str) -> str:
 Integers = Annotated[tuple[int, ...], BeforeValidator(_split)]
 Address = Annotated[str, AfterValidator(_address)]
 Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
 class FlagSet(BaseSettings):
@@ -87,10 +88,11 @@ class FlagSet(BaseSettings):
         for field, value in derived.items():
             object.__setattr__(self, field, value)
 
-    def argv(self) -> list[str]:
-        """These arguments as flags, for a child with no K3MESH_ environment: parse(x.argv()) == x there."""
+    def argv(self, of: "type[FlagSet] | None" = None) -> list[str]:
+        """These arguments, or those that base class `of` declares, as flags. For a child without a K3MESH_ environment
+        parse(x.argv()) == x."""
         words: list[str] = []
-        for field, info in type(self).model_fields.items():
+        for field, info in (of or type(self)).model_fields.items():
             value = getattr(self, field)
             if value == info.default:
                 continue
