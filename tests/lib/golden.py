@@ -186,14 +186,14 @@ class Engine:
         geometry = Geometry(self.model, topology, NAMES[dtype])
         ops, _ = choose_ops(self.model, topology, "cpu", dtype, dtype)
         stage_groups = [ThreadGroup(topology.stage_world) for _ in range(topology.stages)]
-        self._groups = list(stage_groups)
+        tp_groups = [ThreadGroup(topology.tp_size) for _ in topology.leaders]
+        self._groups = stage_groups + tp_groups
         self.caches: list[LayerCaches] = []
         self.dispatchers: list[ThreadDispatcher] = []
         self.stages: list[DecoderStage] = []
         for rank in range(topology.world_size):
             place = topology.place_of(rank)
-            if place.tp == 0:
-                self._groups.append(tp_group := ThreadGroup(topology.tp_size))
+            tp_group = tp_groups[rank // topology.tp_size]
             self.caches.append(make_caches(geometry, place.stage, num_blocks, num_slots))
             self.dispatchers.append(ThreadDispatcher(rank % topology.stage_world, stage_groups[place.stage], []))
             self.stages.append(
@@ -215,6 +215,7 @@ class Engine:
         """Hidden rows and logits of each rank of the last stage; every replica runs the same batch."""
         self.hops = []
         hops: list[Hop | None] = [None] * self.topology.stage_world
+        outputs: list = []
         for stage in range(self.topology.stages):
             first = stage * self.topology.stage_world
 
