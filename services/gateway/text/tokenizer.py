@@ -29,6 +29,8 @@ class Tokenizer:
     @classmethod
     def load(cls, directory: Path) -> Self | None:
         """The tokenizer of a model directory; None if it has none. ConfigError if it cannot be used."""
+        if not directory.is_dir():
+            raise ConfigError(f"--tokenizer {directory}: there is no such directory", param="tokenizer")
         path = directory / "tokenizer.json"
         if not path.exists():
             return None
