@@ -34,6 +34,9 @@ from services.worker.wire import (
 )
 
 
+TOKEN_BYTES = 4  # little-endian uint32
+
+
 @dataclass(slots=True)
 class RoomState:
     """A request's place in this rank's caches."""
@@ -105,6 +108,8 @@ class PrefillStage:
                 f"request {row.request_id}: chunk [{row.start}, {row.end}) in slot {row.slot} does not continue its prompt, "
                 f"which stands at {room.end} in slot {room.slot}"
             )
+        if len(row.tokens) != TOKEN_BYTES * (row.end - row.start):
+            raise Internal(f"request {row.request_id}: chunk [{row.start}, {row.end}) has {len(row.tokens)} bytes of tokens")
         room.blocks += row.new_blocks
         self._blocks += len(row.new_blocks)
         if blocks_for(row.end) > len(room.blocks) or NULL_BLOCK in row.new_blocks:
