@@ -21,8 +21,8 @@ from services.launch.tokenizer_files import (
     MIN_VOCABULARY,
     PAD,
     SPECIAL_IDS,
-    printable_tokens,
     tokenizer_files,
+    whole_words,
 )
 
 RECORD = "k3mesh_checkpoint.json"  # the arguments of the run that wrote the directory; written last
@@ -182,7 +182,9 @@ def _config(plan: Plan) -> dict[str, Any]:
         "format": "mxfp4-pack-quantized", "input_activations": None, "output_activations": None, "targets": ["Linear"],
         "weights": weights,
     }  # fmt: skip
-    ignored = ("self_attn.*", "shared_experts.*", r"mlp\.(gate|up|gate_up|down)_proj.*", "lm_head.*")
+    ignored = (
+        "self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj", "lm_head", "vision_tower", "mm_projector"
+    )  # fmt: skip
     text = {
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",
@@ -213,7 +215,7 @@ def _config(plan: Plan) -> dict[str, Any]:
             "quantization_status": "compressed",
             "kv_cache_scheme": None,
             "config_groups": {"group_0": group},
-            "ignore": [f"re:.*{pattern}" for pattern in ignored],
+            "ignore": [f"re:.*{pattern}.*" for pattern in ignored],
         },
         **dimensions,
     }
@@ -284,8 +286,9 @@ def _write(directory: Path, plan: Plan, config: dict[str, Any], model: ModelConf
 
 
 def _quiet_tokens(model: ModelConfig) -> tuple[int, ...]:
-    """Tokens that are no text by themselves, so that an answer is words and not broken UTF-8. The end of a message stays."""
-    spoken = printable_tokens(model.vocab_size) | set(model.eos_token_ids)
+    """Tokens that are no word by themselves, so that an answer reads as words and not as broken UTF-8; the end of a message
+    stays."""
+    spoken = whole_words(model.vocab_size) | set(model.eos_token_ids)
     return tuple(token for token in range(model.vocab_size) if token not in spoken)
 
 

@@ -106,7 +106,7 @@ def tokenizer_files(vocab_size: int) -> dict[str, bytes]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {_spell(word): id for id, word in enumerate(_words(merges))},
+            "vocab": {_spell(word): id for id, word in enumerate(_words(merges))} | {text: id for id, text in special.items()},
             "merges": [f"{_spell(left)} {_spell(right)}" for left, right in merges],
         },
     }  # fmt: skip
@@ -126,15 +126,16 @@ def tokenizer_files(vocab_size: int) -> dict[str, bytes]:
 
 
 def special_tokens(vocab_size: int) -> dict[int, str]:
-    """Id → text of the special tokens."""
+    """Id → text of the last 256 ids; those without a use have a name too, as in the release."""
     first = vocab_size - SPECIAL_IDS
-    return {first + place: text for place, text in SPECIAL_TOKENS.items()}
+    return {first + n: SPECIAL_TOKENS.get(n, f"<|reserved_token_{first + n}|>") for n in range(SPECIAL_IDS)}
 
 
-def printable_tokens(vocab_size: int) -> frozenset[int]:
-    """Ids of tokens that are printable ASCII by themselves."""
+def whole_words(vocab_size: int) -> frozenset[int]:
+    """Ids of tokens that are a word or a punctuation mark of TEXT by themselves."""
+    pieces = {piece.encode() for piece in _pieces(TEXT)}
     words = _words(_learn_merges(vocab_size - MIN_VOCABULARY))
-    return frozenset(id for id, word in enumerate(words) if all(byte == 0x0A or 0x20 <= byte < 0x7F for byte in word))
+    return frozenset(id for id, word in enumerate(words) if word in pieces)
 
 
 def _words(merges: list[tuple[bytes, bytes]]) -> list[bytes]:
@@ -145,7 +146,7 @@ def _words(merges: list[tuple[bytes, bytes]]) -> list[bytes]:
 def _learn_merges(count: int) -> list[tuple[bytes, bytes]]:
     """Byte-pair encoding: join the most frequent pair of neighbours, `count` times or until each word is one token.
     Pairs of equal frequency go in byte order."""
-    pieces = Counter(re.findall(r" ?[A-Za-z]+| ?[^\sA-Za-z]+|\s+(?!\S)|\s+", TEXT.strip() + MARKUP))
+    pieces = Counter(_pieces(TEXT) + _pieces(MARKUP))
     words = [([bytes([byte]) for byte in piece.encode()], times) for piece, times in pieces.items()]
     merges: list[tuple[bytes, bytes]] = []
     while len(merges) < count:
@@ -160,6 +161,11 @@ def _learn_merges(count: int) -> list[tuple[bytes, bytes]]:
         for symbols, _ in words:
             _join(symbols, best)
     return merges
+
+
+def _pieces(text: str) -> list[str]:
+    """Words with the space before them, as the tokenizer cuts a text before it merges."""
+    return re.findall(r" ?[A-Za-z]+| ?[^\sA-Za-z]+|\s+(?!\S)|\s+", " ".join(text.split()))
 
 
 def _join(symbols: list[bytes], pair: tuple[bytes, bytes]) -> None:
