@@ -79,6 +79,14 @@ class DecodePlanner:
         return min(times, default=None)
 
     @property
+    def requests(self) -> int:
+        """How many are here, those that linger included."""
+        return len(self._rooms.requests)
+
+    def knows(self, request_id: RequestId) -> bool:
+        return any(request.asked.request_id == request_id for request in self._rooms.requests.values())
+
+    @property
     def totals(self) -> dict[str, int]:
         """Counts since the start."""
         return self._rooms.totals
