@@ -12,9 +12,9 @@ from pathlib import Path
 from k3mesh.errors import MeshError
 from services.contracts.flags import ENV_PREFIX
 from services.launch.state import StateDir
+from services.runtime.process import EXIT_CONFIG, EXIT_ENGINE_LOST
 
 ROOT = Path(__file__).resolve().parents[2]
-EXIT_CONFIG, EXIT_ENGINE_LOST = 2, 3  # of services.runtime.process
 TAIL_BYTES = 4096
 
 

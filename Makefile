@@ -1,0 +1,37 @@
+# The project's verbs. Everything runs from .venv, which `setup` makes.
+MODEL ?= .demo/k3-tiny
+PORT ?= 8000
+STATE ?= .state
+BIN := .venv/bin
+
+.PHONY: setup proto lint test test-unit demo up down
+.DEFAULT_GOAL := demo
+
+setup:
+	@scripts/setup.sh
+
+proto: setup
+	$(BIN)/python scripts/gen_proto.py
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/gen_proto.py --check
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-unit: setup
+	$(BIN)/python -m pytest tests/unit tests/contract
+
+demo: setup
+	@$(BIN)/k3mesh demo
+
+up: setup
+	@test -e $(MODEL)/config.json || $(BIN)/k3mesh make-checkpoint $(MODEL)
+	@$(BIN)/k3mesh up --topology laptop --model $(MODEL) --port $(PORT) --state-dir $(STATE)
+
+down:
+	@$(BIN)/k3mesh down --state-dir $(STATE)
