@@ -38,6 +38,7 @@ class ScriptedMesh:
         self.vocab_size, self.max_model_len, self.end_token_ids = vocab_size, max_model_len, tuple(end_token_ids)
         self.not_ready = ""
         self.requests: dict[str, request_pb2.SubmitRequest] = {}
+        self.attached: dict[str, asyncio.Event] = {}
         self.live: set[str] = set()
         self.ended: dict[str, str] = {}  # request id -> "finished" | "failed" | "cancelled"
         self._changed = asyncio.Event()
@@ -124,17 +125,17 @@ class _Prefill(request_pb2_grpc.PrefillSchedulerServicer):
             raise EngineLost(mesh.not_ready)
         if mesh.script.refuse is not None:
             raise mesh.script.refuse
-        mesh.requests[request.request_id] = request
-        mesh.note(request.request_id)
-        try:
-            yield Event(queued=request_pb2.Queued(position=0))
-            if mesh.script.hold_queue:
-                await mesh.script.release.wait()
-            yield Event(attached=request_pb2.Attached(decode_address=mesh.decode_address, room=1))
-            yield Event(handed_over=request_pb2.HandedOver())
-        except (asyncio.CancelledError, GeneratorExit):  # the latter if the call ended between two messages
-            mesh.note(request.request_id, "cancelled")
-            raise
+        request_id = request.request_id
+        mesh.requests[request_id] = request
+        mesh.attached[request_id] = asyncio.Event()
+        mesh.note(request_id)
+        context.add_done_callback(lambda _: None if mesh.attached[request_id].is_set() else mesh.note(request_id, "cancelled"))
+        yield Event(queued=request_pb2.Queued(position=0))
+        if mesh.script.hold_queue:
+            await mesh.script.release.wait()
+        yield Event(attached=request_pb2.Attached(decode_address=mesh.decode_address, room=1))
+        await mesh.attached[request_id].wait()
+        yield Event(handed_over=request_pb2.HandedOver())
 
     async def Describe(self, request: Any, context: Any) -> Any:
         mesh = self._mesh
@@ -164,12 +165,11 @@ class _Decode(request_pb2_grpc.DecodeSchedulerServicer):
         self._mesh = mesh
 
     async def Attach(self, request: Any, context: Any) -> AsyncIterator[Event]:
-        try:
-            async for event in self._mesh.play(request.request_id):
-                yield event
-        except (asyncio.CancelledError, GeneratorExit):  # the latter if the call ended between two messages
-            self._mesh.note(request.request_id, "cancelled")
-            raise
+        mesh, request_id = self._mesh, request.request_id
+        context.add_done_callback(lambda _: None if request_id in mesh.ended else mesh.note(request_id, "cancelled"))
+        mesh.attached[request_id].set()
+        async for event in mesh.play(request_id):
+            yield event
 
     async def Inspect(self, request: Any, context: Any) -> Any:
         return common_pb2.InspectReply(service="decode-scheduler", engine_id="decode-0", ready=True, counters={"residents": 2})
