@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import services.scheduler.decode.events as ev
 from services.contracts.events import DeadlinePassed
 from services.contracts.geometry import blocks_for
+from services.contracts.ids import RequestId
 from services.contracts.lifecycle import State
 from services.scheduler.decode import report
 from services.scheduler.decode.admission import admit, budget, manifest, refusal
