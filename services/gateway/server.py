@@ -17,6 +17,14 @@ from services.gateway.openai.errors import HeadersTooLarge, error_body
 
 MAX_HEADERS, MAX_HEAD_BYTES = 256, 64 << 10
 BACKLOG = 1024
+SOCKET_OPTIONS = [  # accepted connections inherit them
+    (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),  # a client that vanished without a word is noticed while its request waits
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),  # and one that takes nothing does not keep its last bytes here
+]
 LINGER_S = 2.0  # a refused client may still be sending: closing at once would destroy the answer on its way
 DATE_REFRESH_S = 1.0
 CLOSE_TIMEOUT_S = 5
@@ -27,7 +35,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for level, option, value in SOCKET_OPTIONS:
+            listener.setsockopt(level, option, value)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:

@@ -18,7 +18,9 @@ from k3mesh.errors import EngineLost, Overloaded
 from tests.lib.byte_tokenizer import write_tokenizer
 from tests.lib.gateway import RunningGateway, free_port, running_gateway
 from tests.lib.redis_server import RedisServer
+from tests.lib.scripted_mesh import ScriptedMesh
 
+# Each character is a token of its own.
 COMPLETION = {"model": "tiny", "prompt": "ABCDEFGH", "temperature": 0}
 
 
@@ -78,6 +80,19 @@ async def test_a_client_that_leaves_is_cancelled_on_the_mesh_and_counted_as_such
     counted = await metrics(gateway)
     assert counted["k3mesh_requests_total", "completions", "cancelled"] == 1
     assert counted["k3mesh_num_requests_waiting",] == counted["k3mesh_num_requests_running",] == 0
+
+
+async def test_a_client_that_does_not_read_is_cancelled_when_its_buffer_is_full(model, redis_server):
+    mesh = ScriptedMesh(max_model_len=100_000)
+    mesh.script.answer = lambda prompt: prompt * 10_000
+    async with running_gateway(model, redis_server.url, mesh, max_buffered_bytes=1 << 16) as gateway:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", gateway.port))
+            body = json.dumps(COMPLETION | {"stream": True, "max_tokens": 80_000}).encode()
+            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nx-request-id: deaf\r\n"
+            client.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
+            await mesh.until(lambda mesh: mesh.ended.get("deaf") == "cancelled")
 
 
 async def test_one_request_too_many_is_429_with_retry_after_and_the_place_comes_back(model, redis_server):
