@@ -277,16 +277,18 @@ class PeerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., offer: _Optional[_Union[Manifest, _Mapping]] = ..., offer_reply: _Optional[_Union[OfferReply, _Mapping]] = ..., frames: _Optional[_Union[FrameBatch, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., stage_done: _Optional[_Union[StageDone, _Mapping]] = ..., stage_ack: _Optional[_Union[StageAck, _Mapping]] = ..., cancel: _Optional[_Union[_request_pb2.CancelRoom, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("placement", "ucx_address", "link_id", "link_epoch")
+    __slots__ = ("placement", "ucx_address", "link_id", "link_epoch", "frame_bytes")
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     UCX_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LINK_ID_FIELD_NUMBER: _ClassVar[int]
     LINK_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
     placement: Placement
     ucx_address: bytes
     link_id: int
     link_epoch: int
-    def __init__(self, placement: _Optional[_Union[Placement, _Mapping]] = ..., ucx_address: _Optional[bytes] = ..., link_id: _Optional[int] = ..., link_epoch: _Optional[int] = ...) -> None: ...
+    frame_bytes: int
+    def __init__(self, placement: _Optional[_Union[Placement, _Mapping]] = ..., ucx_address: _Optional[bytes] = ..., link_id: _Optional[int] = ..., link_epoch: _Optional[int] = ..., frame_bytes: _Optional[int] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ("room", "attempt", "failure")
