@@ -18,6 +18,7 @@ from services.contracts.model import ModelConfig
 GROUP = 32  # input columns that share one MXFP4 scale
 E8M0_BIAS = 127
 NIBBLE_RMS = 2.9261749776799064  # of the 16 E2M1 values, all equally likely
+BLOCK_VALUES = 1 << 22  # drawn at once; a tensor of the full model does not fit into memory several times
 QUIET = 0.25  # factor on output rows of tokens that a reader should rarely see
 ITEM_BYTES = {"F32": 4, "BF16": 2, "U8": 1}
 
@@ -31,7 +32,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     std: float = 0.0
     mean: float = 0.0
-    drawn: int | None = None  # only so many leading entries are drawn, the rest is zero padding
+    drawn: int | None = None  # only so many leading rows are drawn, the rest is zero padding
     exponent: int | None = None  # of MXFP4 scales: 2^exponent or half of it
     quiet_rows: tuple[int, ...] = field(default=(), repr=False)
 
@@ -39,21 +40,27 @@ class TensorSpec:
     def nbytes(self) -> int:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
-    def data(self, seed: int) -> bytes:
-        """The tensor's bytes, row-major, little-endian."""
+    def blocks(self, seed: int) -> Iterator[bytes]:
+        """The tensor's bytes, row-major, little-endian, some rows at a time."""
         key = int.from_bytes(hashlib.sha256(f"{seed}/{self.name}".encode()).digest()[:16], "little")
         words = np.random.Philox(key=key)
-        count = prod(self.shape)
+        rows, width = self.shape[0], prod(self.shape[1:])
+        step = max(1, BLOCK_VALUES // width)
+        for first in range(0, rows, step):
+            yield self._rows(words, first, min(step, rows - first), width)
+
+    def _rows(self, words: np.random.Philox, first: int, rows: int, width: int) -> bytes:
+        count = rows * width
         if self.exponent is not None:
             lower = _bytes(words, count) & 1
             return (np.uint8(E8M0_BIAS + self.exponent) - lower).tobytes()
         if self.dtype == "U8":
             return _bytes(words, count).tobytes()
-        values = _bell(words, count) * np.float32(self.std) + np.float32(self.mean)
+        values = _bell(words, count).reshape(rows, width) * np.float32(self.std) + np.float32(self.mean)
         if self.drawn is not None:
-            values[self.drawn :] = 0
-        if self.quiet_rows:
-            values.reshape(self.shape)[list(self.quiet_rows)] *= np.float32(QUIET)
+            values[max(0, self.drawn - first) :] = 0
+        quiet = [row - first for row in self.quiet_rows if first <= row < first + rows]
+        values[quiet] *= np.float32(QUIET)
         return values.astype("<f4").tobytes() if self.dtype == "F32" else _bfloat16(values).tobytes()
 
 

@@ -331,8 +331,7 @@ def _shards(specs: list[TensorSpec], limit: int) -> Iterator[list[TensorSpec]]:
 
 
 def _write_safetensors(path: Path, specs: list[TensorSpec], seed: int) -> None:
-    """The safetensors format: length of the header, header, data. Widest dtype first, so that every tensor is aligned; one
-    tensor in memory at a time."""
+    """The safetensors format: length of the header, header, data. Widest dtype first, so that every tensor is aligned."""
     ordered = sorted(specs, key=lambda spec: ("F32", "BF16", "U8").index(spec.dtype))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -346,7 +345,7 @@ def _write_safetensors(path: Path, specs: list[TensorSpec], seed: int) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for spec in ordered:
-            file.write(spec.data(seed))
+            file.writelines(spec.blocks(seed))
         file.flush()
         os.fsync(file.fileno())
 

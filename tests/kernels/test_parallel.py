@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -177,6 +178,30 @@ def test_join_refuses_ranks_of_another_shape() -> None:
         thread.join(30)
     assert set(errors) == {0, 1}
     assert "the same arguments" in str(errors[0])
+
+
+def test_a_second_process_of_the_same_rank_is_turned_away() -> None:
+    address, topology = free_address(), decode_engine(dp=2, tp=1)
+    with ThreadPoolExecutor() as threads:
+        joined = [threads.submit(join, topology, rank, address, 10) for rank in (0, 1)]
+        groups = [future.result(30) for future in joined]
+    with pytest.raises(EngineLost, match=r"another process is rank 1 of the engine"):
+        join(topology, 1, address, startup_timeout=10)
+    for one in groups:
+        one.close()
+
+
+def test_an_engine_restarts_at_the_same_address_with_a_later_epoch() -> None:
+    topology = decode_engine(dp=2, tp=1)
+    first = Ranks(topology)
+    old = first.run(epoch_of)[0]
+    first.kill(0)
+    first.kill(0)
+    again = Ranks(topology, address=first.address)
+    try:
+        assert again.run(epoch_of)[0] > old
+    finally:
+        again.close()
 
 
 @pytest.mark.parametrize("address", ["", "localhost", "host:", "host:0", ":29500", "host:99999"])

@@ -33,14 +33,14 @@ def prefill_engine(stages: int, tp: int) -> Topology:
 class Ranks:
     """`run(function, *arguments)` calls function(groups, *arguments) on every rank at once."""
 
-    def __init__(self, topology: Topology, timeout: float = DEADLINE_S):
+    def __init__(self, topology: Topology, timeout: float = DEADLINE_S, address: str = ""):
         context = multiprocessing.get_context("spawn")
-        address = free_address()
+        self.address = address or free_address()
         self._links: list[Connection] = []
         self._processes = []
         for rank in range(topology.world_size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, topology, rank, address, timeout), daemon=True)
+            process = context.Process(target=_serve, args=(there, topology, rank, self.address, timeout), daemon=True)
             process.start()
             there.close()
             self._links.append(here)

@@ -115,6 +115,11 @@ def _open_store(rank: int, host: str, port: int, seconds: float) -> TCPStore:
 
 def _meet(store: Store, topology: Topology, rank: int, address: str, seconds: float) -> int:
     """Wait for every rank, check that all were started with one shape, and read rank 0's epoch."""
+    if store.add(f"arrivals-{rank}", 1) > 1:
+        raise EngineLost(
+            f"another process is rank {rank} of the engine at {address}: "
+            f"an old one that has not ended yet, or a second one with --rank {rank}"
+        )
     if rank == 0:
         store.set("epoch", str(time.time_ns()))
     store.set(f"shape-{rank}", repr(topology))
