@@ -48,6 +48,7 @@ class Child:
         self.status = ""
         self._log = state.log_of(spec.name)
         self._notify_path = state.run / f"{spec.name}.notify"
+        self._pid_path = state.pid_file(spec.name)
         self._log_start = 0
         self._notify: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -78,6 +79,7 @@ class Child:
             except OSError as error:
                 self._close()
                 raise ChildFailed(f"{self.name} cannot be started ({error})", severity=0) from None
+        self._pid_path.write_text(f"{self._process.pid}\n")
         self._watch = asyncio.ensure_future(self._until_end(self._process))
 
     async def until_ready(self) -> None:
@@ -129,6 +131,7 @@ class Child:
             os.killpg(process.pid, signal.SIGKILL)
         self._read_notifications()
         self._close()
+        self._pid_path.unlink(missing_ok=True)
         self.code = code
         self.ended.set()
 

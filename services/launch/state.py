@@ -82,6 +82,13 @@ class StateDir:
     def log_of(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 
+    def pid_file(self, name: str) -> Path:
+        return self.run / f"{name}.pid"
+
+    def processes(self) -> dict[str, int]:
+        """Process ids of the children that run now, by name."""
+        return {path.stem: int(path.read_text() or 0) for path in sorted(self.run.glob("*.pid"))}
+
     def write_addresses(self, addresses: dict[str, Any]) -> None:
         """ports.json, for people and for the other commands."""
         (self.path / "ports.json").write_text(json.dumps(addresses, indent=2) + "\n")

@@ -33,6 +33,7 @@ def main(argv: list[str]) -> int:
         if isinstance(where, dict):
             beat = heartbeat(addresses["redis"], engine_id)
             print(f"{engine_id:<11} scheduler {where['scheduler']}, {len(where['workers'])} workers; {beat}")
+    print(f"processes   {', '.join(f'{name} {pid}' for name, pid in state.processes().items())}")
     return 0
 
 
