@@ -3,6 +3,7 @@
 import argparse
 import http.client
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("message", metavar="MESSAGE", nargs="?")
     parser.add_argument("--url", help="the mesh's gateway; found through --state-dir if unset")
     parser.add_argument("--state-dir", default=".state", help="directory that `k3mesh up` was given (.state)")
+    parser.add_argument("--api-key", default=os.environ.get("K3MESH_API_KEY", ""), help="or $K3MESH_API_KEY")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     arguments = parser.parse_args(argv)
@@ -30,7 +32,7 @@ def main(argv: list[str]) -> int:
     for line in [arguments.message] if arguments.message is not None else _lines():
         talk.append({"role": "user", "content": line})
         answer = ""
-        for text in stream(url, talk, options):
+        for text in stream(url, talk, options, api_key=arguments.api_key):
             print(text, end="", flush=True)
             answer += text
         print()
@@ -38,16 +40,19 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def stream(url: str, messages: Sequence[Message], options: dict[str, Any], request_id: str = "") -> Iterator[str]:
+def stream(
+    url: str, messages: Sequence[Message], options: dict[str, Any], request_id: str = "", api_key: str = ""
+) -> Iterator[str]:
     """Stream one chat completion: pieces of its text. MeshError with the server's own words if it fails."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         raise ConfigError(f"--url {url}: must be http://HOST:PORT", param="url")
     connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=READ_TIMEOUT_S)
     try:
-        model = json.load(_ask(connection, "GET", "/v1/models"))["data"][0]["id"]
+        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        model = json.load(_ask(connection, "GET", "/v1/models", headers=key))["data"][0]["id"]
         body = {"model": model, "messages": list(messages), "stream": True, **options}
-        headers = {"Content-Type": "application/json"} | ({"X-Request-Id": request_id} if request_id else {})
+        headers = key | {"Content-Type": "application/json"} | ({"X-Request-Id": request_id} if request_id else {})
         for line in _ask(connection, "POST", "/v1/chat/completions", json.dumps(body), headers):
             data = line.decode().removeprefix("data: ").strip()
             if data == "[DONE]":
