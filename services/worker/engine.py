@@ -64,8 +64,8 @@ class Engine:
         self._work.put(work)
         return await result
 
-    def start(self, runner: Runner, deliver: Callable[[Report], None]) -> None:
-        """From now on commands go to `runner`, its reports to `deliver`, in order."""
+    def start(self, runner: Runner, deliver: Callable[[Report], None] | None) -> None:
+        """From now on commands go to `runner`, its reports to `deliver` where there is one, in order."""
         self._runner, self._deliver = runner, deliver
 
     def submit(self, command: Command) -> None:

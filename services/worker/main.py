@@ -8,9 +8,12 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+import torch
+
 from k3mesh.errors import MeshError
 from k3mesh.v1 import worker_pb2_grpc
 from kernels.registry import format_table
+from services.contracts.argument_rules import check_files, check_runnable
 from services.contracts.arguments import WorkerArguments
 from services.contracts.geometry import Geometry
 from services.contracts.model import ModelConfig
@@ -24,7 +27,7 @@ from services.worker.cache.export import AgentLink
 from services.worker.cache.pools import DTYPES, Pools, allocate
 from services.worker.control import Control
 from services.worker.decode_round import DecodeReplica
-from services.worker.engine import Engine, Runner
+from services.worker.engine import Engine, Runner, epoch_over
 from services.worker.fanout import Leader, Peer, socket_path
 from services.worker.fingerprint import model_fingerprint
 from services.worker.hop import StageBoundary
@@ -60,6 +63,8 @@ class Plan:
 
     @classmethod
     def of(cls, arguments: WorkerArguments) -> "Plan":
+        check_files(arguments)
+        check_runnable(arguments, torch.cuda.is_available())
         model = arguments.load_model_config()
         topology = arguments.topology(model)
         return cls(arguments, model, topology, arguments.geometry(model), topology.place_of(arguments.rank))
@@ -93,7 +98,8 @@ async def _serve(process: Process, plan: Plan) -> None:
         stack.callback(agent.close)
         hello = _hello(plan, rank)
         control = Control(engine, leader, hello, a.startup_timeout)
-        engine.start(_runner(plan, rank, agent), control.deliver)
+        # A peer computes what its leader reports.
+        engine.start(_runner(plan, rank, agent), control.deliver if leader is not None else None)
         server = RpcServer(
             a.listen, [(worker_pb2_grpc.add_WorkerControlServicer_to_server, control, "k3mesh.v1.WorkerControl")]
         )
@@ -112,7 +118,7 @@ async def _serve(process: Process, plan: Plan) -> None:
                 await server.set_serving(True)
                 process.ready()
         except* MeshError as group:
-            error = _first(group)
+            error = epoch_over(_first(group))
             log.error("the epoch ends", error=error.message)
             control.end(error)
             raise error from None

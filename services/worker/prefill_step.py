@@ -33,7 +33,6 @@ from services.worker.wire import (
     StepDone,
 )
 
-
 TOKEN_BYTES = 4  # little-endian uint32
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -151,13 +152,18 @@ def chunk(
 
 def expected_tokens(prompt: list[int], count: int, rule: Sampling = GREEDY) -> list[int]:
     """`count` tokens after a prompt, each by recomputing everything before it."""
+    return list(_recompute(tuple(prompt), count, rule))
+
+
+@cache
+def _recompute(prompt: tuple[int, ...], count: int, rule: Sampling) -> tuple[int, ...]:
     reference = Reference(TINY, topology_of(golden_model(TINY)), torch.float32)
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:
         sequence = request(tokens)
         logits = reference.step([(sequence, len(tokens))], "extend")
         tokens += sample(logits[-1:], [rule], [len(tokens)])
-    return tokens[len(prompt) :]
+    return tuple(tokens[len(prompt) :])
 
 
 def install(place: int, prompt: list[int], first: int, blocks: Sequence[int], *, slot: int, rule: Sampling) -> PlaceInstall:
@@ -194,7 +200,8 @@ async def test_tokens_of_chunked_prefill_and_decode_equal_a_full_recompute(rank:
     assert tokens == expected_tokens(prompt, 6, rule)
 
 
-async def test_requests_in_one_batch_get_the_tokens_that_each_gets_alone(rank: Rank, drive):
+@pytest.mark.parametrize("mode", Mode)
+async def test_requests_in_one_batch_get_the_tokens_that_each_gets_alone(rank: Rank, drive, mode: Mode):
     prompt_a, prompt_b = prompt_of(130, 0), prompt_of(5, 1)
     blocks_a, blocks_b = [9, 3], [12]
     step, run = drive(rank.prefill), drive(rank.decode)
@@ -209,7 +216,7 @@ async def test_requests_in_one_batch_get_the_tokens_that_each_gets_alone(rank: R
         install(3, prompt_b, tokens[3][0], blocks_b, slot=2, rule=GREEDY),
     )
     for number in range(1, 5):
-        result = await run(plan(number, [0, 3], bucket=4, installs=installs))
+        result = await run(replace(plan(number, [0, 3], bucket=4, installs=installs), mode=mode))
         assert isinstance(result, RoundResult)
         for entry in result.tokens:
             tokens[entry.place] += entry.tokens
