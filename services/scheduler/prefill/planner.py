@@ -97,6 +97,12 @@ class PrefillPlanner:
         }
 
     @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt that both engines take; it leaves room for one new token."""
+        decode = self.decode.max_request_tokens if self.decode else self.limits.max_model_len
+        return min(self.limits.max_model_len - 1, self.limits.max_prompt_tokens, decode - 1)
+
+    @property
     def totals(self) -> Counter[str]:
         return self.roster.totals
 
