@@ -1,0 +1,72 @@
+"""Requests to a running mesh and what must hold after them."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.lib.mesh import Mesh
+
+# What is in use because of a request. All of it returns to nothing when no request is left.
+LEFT_BY_REQUESTS = (
+    "queued", "reserving", "reserved", "receiving", "running", "transferring", "releasing", "resident", "finishing",
+    "quarantined", "blocks_used", "slots_used", "places_used", "pins", "rooms", "places", "blocks_in_tables", "pending_steps",
+    "staging_frames_used", "batches_in_flight", "client_streams",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    prompt: list[int]
+    tokens: list[int]
+    finish_reason: str
+
+
+def prompts(count: int, lengths: Sequence[int], vocab: int, seed: int) -> list[list[int]]:
+    """Random token ids (no special ones) of the given lengths, in turn."""
+    chosen = random.Random(seed)
+    return [[chosen.randrange(300, vocab) for _ in range(lengths[i % len(lengths)])] for i in range(count)]
+
+
+async def complete(client: httpx.AsyncClient, prompt: list[int], max_tokens: int, **more: Any) -> Answer:
+    """POST /v1/completions with token ids, not streamed."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True, **more}
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    return Answer(prompt, choice["token_ids"], choice["finish_reason"])
+
+
+async def complete_all(mesh: Mesh, requests: list[list[int]], max_tokens: int, at_once: int, **more: Any) -> list[Answer]:
+    """All of them, `at_once` at a time, in order of request."""
+    gate = asyncio.Semaphore(at_once)
+    async with httpx.AsyncClient(base_url=mesh.url, timeout=60) as client:
+
+        async def one(prompt: list[int]) -> Answer:
+            async with gate:
+                return await complete(client, prompt, max_tokens, **more)
+
+        return await asyncio.gather(*(one(prompt) for prompt in requests))
+
+
+async def in_use(mesh: Mesh) -> dict[str, dict[str, int]]:
+    """Counters of requests that are not zero, by process."""
+    left = {
+        name: {key: inspection.counters[key] for key in LEFT_BY_REQUESTS if inspection.counters.get(key)}
+        for name, inspection in (await mesh.inspect()).items()
+    }
+    return {name: counters for name, counters in left.items() if counters}
+
+
+async def assert_nothing_left(mesh: Mesh, within: float = 5.0) -> None:
+    """Every counter of every process returns to its start within `within` seconds."""
+    left: dict[str, dict[str, int]] = {}
+    try:
+        async with asyncio.timeout(within):
+            while left := await in_use(mesh):
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise AssertionError(f"still in use after {within} s: {left}") from None
