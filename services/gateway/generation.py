@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from k3mesh.client import Finished, SamplingParams, Stream, Tokens
 from k3mesh.errors import Cancelled, DeadlineExceeded, MeshError
 from services.contracts.lifecycle import RANK, State
-from services.gateway.mesh import Mesh
+from services.gateway.mesh import ID_IN_USE, Mesh
 from services.gateway.metrics import AnswerTimes, Metrics
 from services.gateway.openai.types import Delta, Usage
 from services.gateway.text.detokenizer import Detokenizer
@@ -80,28 +80,23 @@ class Generation:
         try:
             async with asyncio.timeout(self._job.timeout + DEADLINE_GRACE_S), asyncio.TaskGroup() as group:
                 for index, sampling in enumerate(self._job.choices):
-                    group.create_task(self._run_choice(index, sampling, emit))
+                    group.create_task(self._run_choice(child_id(self._job.request_id, index), index, sampling, emit))
         except TimeoutError:
             raise DeadlineExceeded(f"the request took longer than {self._job.timeout:g} s; ask for less") from None
 
-    async def _run_choice(self, index: int, sampling: SamplingParams, emit: Emit) -> None:
-        request_id = child_id(self._job.request_id, index)
-        self._mesh.ledger.transition(
-            request_id,
-            State.RECEIVED,
-            0,
-            RANK[State.RECEIVED],
-            prompt_tokens=len(self._job.prompt),
-            max_tokens=sampling.max_tokens,
-        )
-        stream = await self._mesh.client.submit(self._job.prompt, sampling, request_id=request_id, timeout=self._job.timeout)
-        try:
-            async with stream:
-                with self._metrics.answer(self._job.started) as times:
-                    await self._follow(index, stream, times, emit)
-        except (MeshError, asyncio.CancelledError) as error:
-            self._note_refusal(stream, error)
-            raise
+    async def _run_choice(self, request_id: str, index: int, sampling: SamplingParams, emit: Emit) -> None:
+        job, mesh = self._job, self._mesh
+        with mesh.claim(request_id):
+            figures = {"prompt_tokens": len(job.prompt), "max_tokens": sampling.max_tokens}
+            mesh.ledger.transition(request_id, State.RECEIVED, 0, RANK[State.RECEIVED], **figures)
+            stream = await mesh.client.submit(job.prompt, sampling, request_id=request_id, timeout=job.timeout)
+            try:
+                async with stream:
+                    with self._metrics.answer(job.started) as times:
+                        await self._follow(index, stream, times, emit)
+            except (MeshError, asyncio.CancelledError) as error:
+                self._note_refusal(stream, error)
+                raise
 
     async def _follow(self, index: int, stream: Stream, times: AnswerTimes, emit: Emit) -> None:
         choice = Choice(self._tokenizer, self._job.stops, self._job.silent)
@@ -119,8 +114,8 @@ class Generation:
                     emit(index, choice.finish(event.reason))
 
     def _note_refusal(self, stream: Stream, error: MeshError | asyncio.CancelledError) -> None:
-        """A request that the mesh never answered to is nobody else's to journal."""
-        if stream.accepted:
+        """A request that the mesh never answered to is nobody else's to journal, unless another one has its id."""
+        if stream.accepted or (isinstance(error, MeshError) and error.detail == ID_IN_USE):
             return
         cancelled = not isinstance(error, MeshError) or isinstance(error, Cancelled)
         code, message = (error.code, error.message) if isinstance(error, MeshError) else ("cancelled", "the client went away")

@@ -1,13 +1,16 @@
 """The mesh as the gateway sees it: what it serves, whether it is ready, what its schedulers count."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from k3mesh.client import Client, Inspection, Model
-from k3mesh.errors import EngineLost, MeshError
+from k3mesh.errors import BadRequest, EngineLost, MeshError
 from services.runtime.ledger import Ledger
 
 DESCRIBE_TIMEOUT_S = 2.0
 INSPECT_TIMEOUT_S = 1.0
+ID_IN_USE = "request_id_in_use"  # the detail by which the mesh, too, says so
 
 
 class Mesh:
@@ -17,6 +20,19 @@ class Mesh:
         self.client = client
         self.ledger = ledger
         self.known_model: Model | None = None
+        self._in_use: set[str] = set()
+
+    @contextmanager
+    def claim(self, request_id: str) -> Iterator[None]:
+        """Keep an id for one request: a second one under it would write into the first one's journal."""
+        if request_id in self._in_use:
+            message = f"request id {request_id!r} is in use; give each request its own"
+            raise BadRequest(message, param="x-request-id", detail=ID_IN_USE)
+        self._in_use.add(request_id)
+        try:
+            yield
+        finally:
+            self._in_use.discard(request_id)
 
     async def model(self) -> Model:
         """What is served. EngineLost while the mesh is not ready or new requests cannot be journalled."""

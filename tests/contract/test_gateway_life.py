@@ -14,7 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from k3mesh.errors import EngineLost, Overloaded
+from k3mesh.errors import BadRequest, EngineLost, Overloaded
 from tests.lib.byte_tokenizer import write_tokenizer
 from tests.lib.gateway import RunningGateway, free_port, running_gateway
 from tests.lib.redis_server import RedisServer
@@ -117,6 +117,19 @@ async def test_the_request_id_is_the_clients_if_it_may_be_one(gateway):
     assert set(gateway.mesh.requests) == {"my.id-1", bad.headers["x-request-id"]}
 
 
+async def test_an_id_in_use_is_refused_and_the_first_request_goes_on(gateway):
+    gateway.mesh.script.hold_queue = True
+    headers = {"x-request-id": "twice"}
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(gateway.http.post("/v1/completions", json=COMPLETION, headers=headers))
+        await gateway.mesh.until(lambda mesh: "twice" in mesh.live)
+        second = await gateway.http.post("/v1/completions", json=COMPLETION, headers=headers)
+        assert (second.status_code, second.json()["error"]["code"]) == (400, "request_id_in_use")
+        gateway.mesh.script.release.set()
+    assert (await first).status_code == 200
+    assert (await gateway.http.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 200
+
+
 async def test_a_deadline_is_504(model, redis_server):
     async with running_gateway(model, redis_server.url, request_timeout=0.3) as gateway:
         gateway.mesh.script.hold_queue = True
@@ -173,11 +186,13 @@ async def test_without_redis_new_requests_are_503_and_running_ones_finish(gatewa
 
 
 async def test_the_journal_has_what_the_mesh_got_and_what_it_refused_but_nothing_invalid(gateway, redis_server):
-    headers = [{"x-request-id": name} for name in ("taken", "refused", "invalid")]
+    headers = [{"x-request-id": name} for name in ("taken", "refused", "invalid", "another")]
     await gateway.http.post("/v1/completions", json=COMPLETION, headers=headers[0])
     gateway.mesh.script.refuse = Overloaded("the queue is full")
     await gateway.http.post("/v1/completions", json=COMPLETION, headers=headers[1])
     await gateway.http.post("/v1/completions", json=COMPLETION | {"n": "x"}, headers=headers[2])
+    gateway.mesh.script.refuse = BadRequest("in use", detail="request_id_in_use")  # by a request of another gateway
+    await gateway.http.post("/v1/completions", json=COMPLETION, headers=headers[3])
     gateway.process.stopping.set()  # the ledger writes what is left when the gateway ends
 
     async with asyncio.timeout(10):
@@ -188,6 +203,7 @@ async def test_the_journal_has_what_the_mesh_got_and_what_it_refused_but_nothing
             assert redis.hget("k3:req:refused", "error") == "overloaded"
             assert [fields["state"] for _, fields in redis.xrange("k3:req:refused:log")] == ["RECEIVED", "FAILED"]
             assert redis.keys("k3:req:invalid*") == []
+            assert redis.hget("k3:req:another", "state") == "RECEIVED"  # not ended by the one that came second
 
 
 async def test_metrics_count_tokens_and_times_and_show_the_schedulers(gateway):

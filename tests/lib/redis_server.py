@@ -18,7 +18,8 @@ class RedisServer:
 
     def start(self) -> None:
         """Return when it answers."""
-        flags = ["--port", "0", "--unixsocket", str(self.socket), "--dir", str(self._folder), "--appendonly", "yes", "--save", ""]
+        place = ["--port", "0", "--unixsocket", str(self.socket), "--dir", str(self._folder)]
+        flags = [*place, "--appendonly", "yes", "--save", ""]
         self._process = subprocess.Popen(["redis-server", *flags], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 10
         with self.client() as client:

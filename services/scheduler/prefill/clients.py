@@ -42,7 +42,11 @@ class Clients:
         """Hand the request to the planner; then its events. A refusal that comes before any event is raised."""
         request_id = arrived.request_id
         if request_id in self._submissions:
-            raise BadRequest(f"request_id {request_id!r} is in use; give each request its own", param="request_id")
+            raise BadRequest(
+                f"request_id {request_id!r} is in use; give each request its own",
+                param="request_id",
+                detail="request_id_in_use",
+            )
         submission = self._submissions[request_id] = _Submission(prompt, hashlib.sha256(prompt).digest())
         self.streams += 1
         context.add_done_callback(
