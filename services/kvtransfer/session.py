@@ -22,7 +22,6 @@ from services.contracts.events import DeadlinePassed
 from services.contracts.placement import Placement
 from services.kvtransfer.messages import Effect, PeerMessage, Report, Room, ToPeer, ToScheduler
 
-
 TOTALS = ("bytes_sent", "bytes_received", "frames", "rooms_ok", "rooms_failed", "stale_messages")
 
 
