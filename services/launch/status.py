@@ -45,4 +45,5 @@ def heartbeat(redis_url: str, engine_id: str) -> str:
             beat: dict[str, str] = client.hgetall(f"k3:eng:{engine_id}")
     except (RedisError, OSError) as error:
         return f"Redis does not answer ({error})"
-    return ", ".join(f"{name} {value}" for name, value in sorted(beat.items()) if name != "at" and value != "0") or "no heartbeat"
+    told = [f"{name} {value}" for name, value in sorted(beat.items()) if name != "at" and value != "0"]
+    return ", ".join(told) or "no heartbeat"
