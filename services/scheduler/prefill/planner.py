@@ -329,7 +329,7 @@ class PrefillPlanner:
     def _expire(self, request: Request) -> None:
         """Its own deadline, or the time that its state may take, has passed."""
         limits, now, roster = self.limits, self.roster.now, self.roster
-        if False:
+        if now >= request.deadline and not request.told:
             roster.stop(request, State.FAILED, report.out_of_time(request))
             return
         match request.state:
