@@ -48,6 +48,21 @@ def main(argv: list[str]) -> int:
         print(f"making a tiny K3 checkpoint in {arguments.model}")
         make_checkpoint.main([arguments.model])
     folder = tempfile.mkdtemp(prefix="k3mesh-demo-")
+    try:
+        _show(arguments, folder)
+    except MeshError:
+        print(f"\nlogs are in {folder}/logs")
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
+    print("\nstopped; `make up` starts a mesh that stays")
+    return 0
+
+
+def _show(arguments: DemoArguments, folder: str) -> None:
+    """Start, ask, tell, stop."""
     with _mesh(arguments, folder) as url:
         request_id = f"demo-{secrets.token_hex(4)}"
         print(f"\n> {arguments.prompt}")
@@ -58,9 +73,6 @@ def main(argv: list[str]) -> int:
         redis_url = inspect.redis_url_of(folder)
         _await_end(request_id, redis_url)
         print("\n".join(inspect.render(request_id, *inspect.read(request_id, redis_url))))
-    shutil.rmtree(folder)
-    print("\nstopped; `make up` starts a mesh that stays")
-    return 0
 
 
 @contextlib.contextmanager
