@@ -98,6 +98,8 @@ class FlagSet(BaseSettings):
                 continue
             if isinstance(value, bool):
                 words.append(flag(field) if value else "--no-" + flag(field)[2:])
+            elif spell(value).startswith("-"):
+                words.append(f"{flag(field)}={spell(value)}")
             else:
                 words += [flag(field), spell(value)]
         return words
