@@ -185,7 +185,9 @@ class DecodePlanner:
         self._rooms.publish(request, (token,))
 
     def _room_failed(self, request: Request, event: ev.AgentRoomFailed) -> None:
-        if event.attempt == request.asked.attempt:
+        if event.attempt != request.asked.attempt:
+            self._ignore(request, event)
+        else:
             self._release(request, event.failure)
 
     def _drained_unasked(self, request: Request, event: ev.AgentDrained) -> None:
