@@ -291,6 +291,18 @@ def test_a_transfer_without_progress_is_given_up_and_its_ranks_are_named(world: 
     world.settle()
 
 
+def test_each_rank_that_arrives_gives_the_others_more_time():
+    world = Told(small_shape(tp_size=3))
+    room = world.reserve(100, 10)
+    world.attach(room)
+    for rank in (0, 1):
+        world.rank_ready(room, GlobalRank(rank))
+        world.advance(29)
+    assert world.planner.counters()["receiving"] == 1
+    world.advance(2)
+    assert world.planner.counters()["quarantined"] == 1
+
+
 def test_agents_that_never_drain_and_rounds_that_never_end_lose_the_engine():
     for stuck in ("agent", "round"):
         world = Told(small_shape())
@@ -353,6 +365,25 @@ def test_a_client_that_attaches_after_a_failure_hears_of_it(world: Told):
     world.all_drained(room)
     world.attach(room)
     assert world.last(ev.PublishEnd).end == ev.ToldByPrefill()
+
+
+def test_what_a_late_client_has_heard_is_not_kept(world: Told):
+    room = world.resident(max_tokens=3, attach=False)
+    world.run(2)
+    assert world.planner.counters()["lingering"] == world.planner.requests == 1
+    world.attach(room)
+    assert world.end_of(room).completion_tokens == 3 and world.planner.requests == 0
+
+
+def test_a_stream_of_tokens_has_one_reader(world: Told):
+    room = world.resident(max_tokens=3)
+    second = world.attach(room)
+    refused = world.last(ev.PublishEnd)
+    assert (refused.client, refused.end.code) == (second, "bad_request")
+    world.run(2)
+    assert world.end_of(room).reason == "length"
+    world.attach(room)
+    assert world.last(ev.PublishEnd).end.code == "bad_request"
 
 
 def test_draining_admits_nobody_and_says_when_all_are_gone(world: Told):
