@@ -26,6 +26,7 @@ class ForwardBatch:
     write_slots: torch.Tensor  # [T] int64 = block * 128 + position % 128
     slots: torch.Tensor  # [B] int64 KDA slots, 0 = null
     fresh: torch.Tensor  # [B] bool: the sequence starts here, its KDA state is zero whatever the slot holds
+    verify: bool = False  # rows may be rejected: KDA state stays as it is until DecoderStage.commit
 
 
 @dataclass(frozen=True, slots=True)
