@@ -246,7 +246,7 @@ def _tap_ids(read: _Reader, target: ModelConfig) -> tuple[int, ...]:
     ids: Any = read.config.get("target_layer_ids")
     count = read.integer("num_target_layers")
     if not isinstance(ids, list) or not all(isinstance(n, int) for n in cast(list[Any], ids)):
-        raise _error("TAP_CONFIG", read.source, "target_layer_ids", ids, "must be a list of layer numbers")
+        raise _error("TAP_CONFIG", read.source, "target_layer_ids", cast(object, ids), "must be a list of layer numbers")
     layers = cast(list[int], ids)
     if len(layers) != count:
         rule = f"names {len(layers)} taps, num_target_layers is {count}; they must agree"

@@ -1,10 +1,12 @@
 """What the model's layers work on: one batch of rows, the caches, what crosses a stage, and the two seams to parallelism."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
+
+from services.contracts.ids import BLOCK_TOKENS
 
 Mode = Literal["extend", "decode"]  # prompt chunks: experts by normal dispatch; decode rounds: by low latency
 
@@ -29,6 +31,11 @@ class ForwardBatch:
     verify: bool = False  # rows may be rejected: KDA state stays as it is until DecoderStage.commit
 
 
+def cache_slots(block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Write slots [B, R] int64 of rows at `positions` [B, R] of sequences with tables [B, M]."""
+    return block_tables.gather(1, positions // BLOCK_TOKENS).long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
+
+
 @dataclass(frozen=True, slots=True)
 class Hop:
     """State of T rows between two layers (spec k3-model §2): what one stage sends to the next."""
@@ -45,6 +52,7 @@ class LayerCaches:
     mla: dict[int, torch.Tensor]  # [num_blocks, 128, 1, mla_row]
     kda_rec: dict[int, torch.Tensor]  # [num_slots, heads, key dim, value dim] float32
     kda_conv: dict[int, torch.Tensor]  # [num_slots, 3 * heads * dim, conv_kernel_size - 1], oldest first
+    draft: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])  # [num_blocks, 128, 1, row] by draft layer
 
 
 class TensorParallel(Protocol):

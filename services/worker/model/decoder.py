@@ -66,8 +66,8 @@ class DecoderStage:
             self._head = weights.pop("lm_head.weight")
         assert not weights, f"weights that no layer took: {sorted(weights)}"
 
-    def configure_target(self, taps: Iterable[Tap]) -> None:
-        """Select what a drafter captures here, once, after loading. All taps lie in this stage's window."""
+    def select_taps(self, taps: Iterable[Tap]) -> None:
+        """What a drafter captures here: once, after loading, by its configure_target."""
         assert self._taps is None, "a target's taps are selected once"
         self._taps = {(tap.kind, tap.layer): tap.index for tap in taps}
 
@@ -84,7 +84,7 @@ class DecoderStage:
 
         def capture(kind: TapKind, layer: int, rows: Tensor) -> None:
             if (kind, layer) in taps:
-                assert on_tap is not None, "a target with taps runs with somebody who takes them"
+                assert on_tap is not None, "who has selected taps takes them"
                 on_tap(taps[kind, layer], rows)
 
         if self._first:

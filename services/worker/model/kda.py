@@ -97,7 +97,7 @@ class KdaAttention:
         )
 
     def _verify(self, qkv: Tensor, f_low: Tensor, beta: Tensor, batch: ForwardBatch) -> Tensor:
-        self._verified = _Verified(qkv, f_low, beta)
+        self._verified = _Verified(qkv.contiguous(), f_low.contiguous(), beta.contiguous())  # not the gate beside them
         convolved = self._ops.short_conv_verify(qkv, self._conv_weight, self._conv, batch.slots, batch.cu_seqlens)
         return self._ops.kda_verify(
             *self._heads_of(convolved),
