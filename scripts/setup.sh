@@ -31,6 +31,7 @@ if [ "$(cat $stamp 2>/dev/null)" != "$wanted" ]; then
         "$python" -c 'import ensurepip' 2>/dev/null || apt_install python3-venv
         "$python" -m venv .venv
     fi
+    echo "installing the packages of requirements.lock into .venv (1.7 GB, a minute or two)"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
     printf '%s' "$wanted" >$stamp

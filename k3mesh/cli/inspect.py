@@ -15,7 +15,15 @@ from redis.exceptions import RedisError
 
 from k3mesh.errors import ConfigError, EngineLost, NotFound
 
-COMMON = {"state", "owner", "at", "late", "attempt", "room"}  # of an entry: told in columns of their own, or in the head
+COMMON = {
+    "state",
+    "owner",
+    "at",
+    "late",
+    "attempt",
+    "room",
+    "d_epoch",
+}  # of an entry: told in columns of their own, or in the head
 ELSEWHERE = {"chunks", "first_byte", "last_byte"}  # told in the timeline
 Entry = Mapping[str, str]
 

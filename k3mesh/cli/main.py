@@ -1,6 +1,7 @@
 """The `k3mesh` command: a table of sub-commands, each imported when it is called."""
 
 import importlib
+import os
 import sys
 from dataclasses import dataclass
 
@@ -45,11 +46,16 @@ def run(argv: list[str]) -> int:
     if command is None:
         return _failed(ConfigError(f"k3mesh {name}: no such command; `k3mesh --help` lists them"))
     try:
-        return int(importlib.import_module(command.module).main(rest) or 0)
+        code = int(importlib.import_module(command.module).main(rest) or 0)
+        sys.stdout.flush()
+        return code
     except MeshError as error:
         return _failed(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `k3mesh check | head`: nobody reads on, and Python's flush at exit must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "services":
             raise

@@ -40,7 +40,7 @@ def derive(a: EngineArguments) -> dict[str, Any]:
         )  # fmt: skip
     if world % a.nnodes:
         raise refusal("nnodes", a.nnodes, f"--world-size {world} does not divide over them", "change either")
-    moe_tp = a.moe_tp_size or (max(1, stage // a.expert_parallel_size) if a.expert_parallel_size else 1)
+    moe_tp = a.moe_tp_size or 1
     default_seqs = 80 if a.speculative_algorithm else 160
     return {
         "world_size": world,

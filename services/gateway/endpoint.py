@@ -75,7 +75,7 @@ class GenerationEndpoint:
     async def _serve(self, request: Request, send: Send, record: Record) -> None:
         asked = self._dialect.parse(await read_json(request, self._serving.max_body_bytes))
         served = self._serving.model_name
-        if asked.model != served:
+        if asked.model not in (None, served):
             message = f"model = {asked.model!r}: not served here; this is {served!r}"
             raise NotFound(message, param="model", detail="model_not_found")
         with self._serving.admission.places(asked.n):
@@ -122,7 +122,7 @@ class GenerationEndpoint:
         head = AnswerHead(
             id=record.request_id,
             created=int(time.time()),
-            model=asked.model,
+            model=self._serving.model_name,
             prompt=prompt,
             with_token_ids=asked.return_token_ids or tokenizer is None,
             with_usage=asked.include_usage,

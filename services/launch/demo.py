@@ -23,12 +23,17 @@ from services.launch.ports import free_ports
 from services.launch.state import StateDir
 
 LEDGER_TIMEOUT_S = 10.0
+PROMPT = (  # long enough for two chunks of 128 tokens
+    "Write a few words about the sea in winter, about the people who live beside it, and about a lighthouse whose lamp "
+    "they light every evening so that the boats find home. Say what the wind sounds like in the dunes at night, which birds "
+    "stay when the others have gone south, and what the children of the village look for on the beach after a storm."
+)
 
 
 class DemoArguments(FlagSet):
     """k3mesh demo."""
 
-    prompt: str = Field(default="Say something about the sea.", description="what to ask")
+    prompt: str = Field(default=PROMPT, description="what to ask")
     max_tokens: int = Field(default=48, ge=1, description="length of the answer")
     topology: str = Field(default="laptop", description="as of `k3mesh up`")
     model: str = Field(default=str(ROOT / ".demo" / "k3-tiny"), description="checkpoint; made if it is not there")
@@ -43,6 +48,21 @@ def main(argv: list[str]) -> int:
         print(f"making a tiny K3 checkpoint in {arguments.model}")
         make_checkpoint.main([arguments.model])
     folder = tempfile.mkdtemp(prefix="k3mesh-demo-")
+    try:
+        _show(arguments, folder)
+    except MeshError:
+        print(f"\nlogs are in {folder}/logs")
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
+    print("\nstopped; `make up` starts a mesh that stays")
+    return 0
+
+
+def _show(arguments: DemoArguments, folder: str) -> None:
+    """Start, ask, tell, stop."""
     with _mesh(arguments, folder) as url:
         request_id = f"demo-{secrets.token_hex(4)}"
         print(f"\n> {arguments.prompt}")
@@ -53,15 +73,13 @@ def main(argv: list[str]) -> int:
         redis_url = inspect.redis_url_of(folder)
         _await_end(request_id, redis_url)
         print("\n".join(inspect.render(request_id, *inspect.read(request_id, redis_url))))
-    shutil.rmtree(folder)
-    print("\nstopped; `make up` starts a mesh that stays")
-    return 0
 
 
 @contextlib.contextmanager
 def _mesh(arguments: DemoArguments, folder: str) -> Iterator[str]:
     """A mesh on a free port for as long as the block lasts. Its supervisor dies with this process, whatever happens."""
     flags = ["--topology", arguments.topology, "--model", arguments.model, "--state-dir", folder]
+    flags += ["--prefill", "--chunked-prefill-size 128"]
     began = time.monotonic()
     print("starting the mesh: Redis, prefill and decode engines, gateway")
     with up.attached(UpArguments.parse([*flags, "--port", str(free_ports(1)[0])])) as url:

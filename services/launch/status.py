@@ -38,11 +38,12 @@ def main(argv: list[str]) -> int:
 
 
 def heartbeat(redis_url: str, engine_id: str) -> str:
-    """What the engine last wrote to k3:eng:ID, which is gone 10 s after its last beat."""
+    """What is not zero of what the engine last wrote to k3:eng:ID, which is gone 10 s after its last beat."""
     try:
         client: Any = redis.Redis.from_url(redis_url, decode_responses=True, socket_connect_timeout=2, socket_timeout=2)
         with client:
             beat: dict[str, str] = client.hgetall(f"k3:eng:{engine_id}")
     except (RedisError, OSError) as error:
         return f"Redis does not answer ({error})"
-    return ", ".join(f"{name} {value}" for name, value in sorted(beat.items()) if name != "at") or "no heartbeat"
+    told = [f"{name} {value}" for name, value in sorted(beat.items()) if name != "at" and value != "0"]
+    return ", ".join(told) or "no heartbeat"

@@ -101,9 +101,9 @@ class Ledger:
         self._tasks.append(asyncio.ensure_future(self._write_on()))
         for request_id in left:
             reason = f"{self.owner} restarted and holds nothing of this request"
-            self.transition(request_id, State.FAILED, attempt=VERSIONS_PER_ATTEMPT, step=0, error="engine_lost", message=reason)
+            self.transition(request_id, State.FAILED, VERSIONS_PER_ATTEMPT, 0, error="engine_lost", message=reason)
 
-    def transition(self, request_id: str, state: State, attempt: int, step: int, **fields: Value) -> None:
+    def transition(self, request_id: str, state: State, attempt: int, step: int, /, **fields: Value) -> None:
         """Note that the request is now in `state`. Never blocks; written in order, later if Redis is away.
 
         `step` orders the states of one attempt (lifecycle.RANK). `fields` join the log entry and the request's hash.

@@ -109,6 +109,8 @@ class DecodeReplica:
         if not len(live) <= plan.bucket <= self._places:
             raise Internal(f"round {plan.round_id}: bucket {plan.bucket} must hold {len(live)} rows of {self._places} places")
         started = time.time()
+        if plan.bucket == 0:  # nobody lives on any replica: the plan only cleared places
+            return RoundResult(plan.round_id, self._replica, (), started, started)
         batch = self._fill(live, plan.bucket, plan.mode)
         hidden = self._stage.forward(batch, None, _no_barrier)
         assert isinstance(hidden, Tensor), "decode has one stage"

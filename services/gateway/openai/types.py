@@ -49,7 +49,7 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    model: str
+    model: str | None = None  # unset: the one that is served
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)

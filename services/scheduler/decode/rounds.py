@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from services.contracts.geometry import blocks_for
 from services.contracts.ids import Place, Room
-from services.scheduler.decode.buckets import shape_of
+from services.scheduler.decode.buckets import RoundMode, shape_of
 from services.scheduler.decode.capacity import Pool
 from services.scheduler.decode.events import BlockDelta, PlaceInstall, ReplicaPlan, RoundDone, RoundPlan
 from services.scheduler.decode.request import Decoding, Installed, Request
 from services.scheduler.decode.shape import EngineShape
 
 Row = tuple[Place, Room]
+CLEAR_ONLY = (0, RoundMode.LOW_LATENCY_EAGER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +27,16 @@ class LaunchedRound:
 def launch(
     round_id: int, shape: EngineShape, pools: Sequence[Pool], residents: Sequence[dict[Room, Request]], now: float
 ) -> tuple[RoundPlan, LaunchedRound] | None:
-    """Build the round of all residents and mark them as being in it; None if nobody lives on any replica.
+    """Build the round of all residents and mark them as being in it; None if there is nothing to do on any replica.
 
-    Every replica takes part, with the same bucket. Places that ended since the last round are cleared along with it.
+    Every replica takes part, with the same bucket. Places that ended since the last round are cleared along with it; where
+    nobody lives any more, by a round of bucket 0, in which nothing runs.
     """
     size = shape_of([len(requests) for requests in residents], shape.buckets, shape.graphs)
     if size is None:
-        return None
+        if not any(pool.clears for pool in pools):
+            return None
+        size = CLEAR_ONLY
     parts: list[ReplicaPlan] = []
     rows: list[tuple[Row, ...]] = []
     for pool, requests in zip(pools, residents, strict=True):

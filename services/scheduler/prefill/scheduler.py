@@ -28,6 +28,7 @@ class PrefillScheduler:
         self.clients = Clients(self.shell.post)
         self.link = DecodeLink(decode_address, fleet.introduction(), self.shell.post)
         self.fleet, self._ledger, self._changed = fleet, ledger, changed
+        self.draining = False
         self._emptied = asyncio.Event()
         self._stopping = False
         self._lost: asyncio.Future[ev.Failure] = asyncio.get_running_loop().create_future()
@@ -55,7 +56,7 @@ class PrefillScheduler:
     @property
     def not_ready_reason(self) -> str:
         """Empty when a request would be taken."""
-        if self.planner.draining:
+        if self.draining:
             return "draining"
         if not self._ledger.available:
             return "Redis is away"
@@ -85,6 +86,7 @@ class PrefillScheduler:
 
     async def drain(self, timeout: float) -> int:
         """Admit nobody any more and wait for those who are here -> how many are left when the time is up."""
+        self.draining = True
         self._emptied.clear()
         self.shell.post(ev.DrainAsked())
         try:

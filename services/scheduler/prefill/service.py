@@ -72,7 +72,7 @@ class PrefillService(request_pb2_grpc.PrefillSchedulerServicer):
             totals=planner.totals,
             ready=not reason,
             not_ready_reason=reason,
-            draining=planner.draining,
+            draining=scheduler.draining,
         )
 
     async def Drain(self, request: common_pb2.DrainRequest, context: Any) -> common_pb2.DrainReply:

@@ -313,7 +313,7 @@ def _sampling(it: ev.Sampling) -> common_pb2.Sampling:
     )
 
 
-def _unpack(prompt: bytes) -> array[int]:
+def _unpack(prompt: bytes) -> "array[int]":
     ids = array("I", prompt)
     if sys.byteorder == "big":
         ids.byteswap()

@@ -1,4 +1,4 @@
-"""One tiny checkpoint for all mesh tests, and a mesh a module on the topology that it names."""
+"""One tiny checkpoint for all tests that run a mesh, and the mesh of a module."""
 
 from collections.abc import Iterator
 from pathlib import Path

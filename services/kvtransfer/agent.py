@@ -1,0 +1,204 @@
+"""The agent as a whole: it waits for its worker, then drives one session from the scheduler, the worker and its peers."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from k3mesh.errors import ConfigError, Internal, MeshError
+from k3mesh.v1 import transfer_pb2_grpc
+from services.contracts.placement import Placement
+from services.kvtransfer import wire
+from services.kvtransfer.control import Control
+from services.kvtransfer.frames import PoolPort, SharedPools, Staging, check_frame_bytes, checksum
+from services.kvtransfer.local import WorkerSocket
+from services.kvtransfer.messages import (
+    CloseLink,
+    Gather,
+    Gathered,
+    Receive,
+    Scatter,
+    Scattered,
+    Send,
+    ToPeer,
+    ToScheduler,
+    Verified,
+    Verify,
+)
+from services.kvtransfer.pairing import Pairer
+from services.kvtransfer.peers import Peers, PeerService
+from services.kvtransfer.session import Limits
+from services.kvtransfer.sink import SinkSession
+from services.kvtransfer.source import SourceSession
+from services.kvtransfer.transport import Transport
+from services.runtime.process import Process
+from services.runtime.rpc_server import RpcServer
+from services.runtime.shell import Shell
+from services.runtime.telemetry import log
+
+GRACE_S = 0.5  # for calls that are open when the agent ends
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this agent stands, from its arguments."""
+
+    engine_id: str
+    role: str
+    rank: int
+    listen: str
+    agent_socket: str
+    startup_timeout: float
+
+
+class Copier:
+    """Memory work of the session, on one thread beside the loop: a frame takes a fraction of a millisecond."""
+
+    def __init__(self, pools: PoolPort, staging: Staging):
+        self._pools, self._staging = pools, staging
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copier")
+
+    async def gather(self, effect: Gather) -> Gathered:
+        return Gathered(effect.frame, await self._do(self._gather, effect))
+
+    async def verify(self, effect: Verify) -> Verified:
+        frame = self._staging.frame(effect.frame, effect.length)
+        return Verified(effect.frame, await self._do(checksum, frame) == effect.checksum)
+
+    async def scatter(self, effect: Scatter) -> Scattered:
+        await self._do(self._pools.scatter, self._staging.frame(effect.frame), effect.units)
+        return Scattered(effect.frame)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    def _gather(self, effect: Gather) -> int:
+        frame = self._staging.frame(effect.frame, effect.length)
+        self._pools.gather(effect.units, frame)
+        return checksum(frame)
+
+    def _do(self, work: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+
+class Agent:
+    """One agent. `transport` makes the way for frames; tests put one that damages them in its place."""
+
+    def __init__(self, place: Place, limits: Limits, transport: Callable[[], Transport] = Transport):
+        self._place, self._limits, self._transport = place, limits, transport
+
+    async def run(self, process: Process) -> None:
+        """Until `process.stopping`. EngineLost when the worker or the scheduler is gone, ConfigError if they do not fit."""
+        async with AsyncExitStack() as stack:
+            worker = WorkerSocket(self._place.agent_socket)
+            stack.callback(worker.close)
+            log.info("staging", frames=self._limits.frames, bytes=self._limits.staging_bytes)
+            transport = self._transport()
+            meeting = asyncio.ensure_future(worker.meet(self._place.startup_timeout))
+            stopping = asyncio.ensure_future(process.stopping.wait())
+            await asyncio.wait([meeting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if not meeting.done():
+                meeting.cancel()
+                await asyncio.wait([meeting])
+                return
+            placement, arenas = meeting.result()
+            self._check(placement)
+            await self._serve(process, stack, worker, transport, placement, SharedPools(placement, arenas))
+
+    async def _serve(
+        self,
+        process: Process,
+        stack: AsyncExitStack,
+        worker: WorkerSocket,
+        transport: Transport,
+        placement: Placement,
+        pools: PoolPort,
+    ) -> None:
+        session = (SourceSession if placement.role == "prefill" else SinkSession)(placement, self._limits)
+        shell = Shell(session)
+        staging = Staging(self._limits.frames, self._limits.frame_bytes)
+        copier = Copier(pools, staging)
+        stack.callback(copier.close)
+        peers = Peers(placement, self._limits, transport, staging, shell.post)
+
+        def counts() -> tuple[dict[str, int], dict[str, int]]:
+            return {**session.counters(), "tasks": shell.tasks, "transfers": transport.tasks}, session.totals
+
+        control = Control(placement, self._limits.staging_bytes, shell.post, counts)
+        self._wire(shell, copier, peers, control)
+        server = RpcServer(
+            self._place.listen,
+            [
+                (transfer_pb2_grpc.add_TransferControlServicer_to_server, control, "k3mesh.v1.TransferControl"),
+                (transfer_pb2_grpc.add_TransferPeerServicer_to_server, PeerService(peers), "k3mesh.v1.TransferPeer"),
+            ],
+        )
+        await server.start()
+        stack.push_async_callback(server.stop, GRACE_S)
+        stack.callback(peers.close_all, "the agent ends")
+        control.address = server.address
+        worker.accept()
+        await self._run(process, server, shell, worker, control, peers)
+
+    async def _run(
+        self, process: Process, server: RpcServer, shell: Shell, worker: WorkerSocket, control: Control, peers: Peers
+    ) -> None:
+        try:
+            async with asyncio.TaskGroup() as lines:
+                tasks = [
+                    lines.create_task(shell.run()),
+                    lines.create_task(worker.read(shell.post)),
+                    lines.create_task(control.watch()),
+                ]
+                if self._place.role == "decode":
+                    control.pairer = Pairer(peers, control.report_pairing)
+                    tasks.append(lines.create_task(control.pairer.run()))
+                await server.set_serving(True)
+                process.ready()
+                await process.stopping.wait()
+                for task in tasks:
+                    task.cancel()
+        except* MeshError as group:
+            error = _first(group)
+            log.error("the agent ends", error=error.message)
+            await control.end(error)
+            raise error from None
+
+    def _wire(self, shell: Shell, copier: Copier, peers: Peers, control: Control) -> None:
+        def deliver(effect: ToScheduler) -> None:
+            control.report(wire.report(effect.report, time.time() - shell.clock.now()))
+
+        def defect(effect: Any, error: Exception) -> None:
+            control.fail(Internal(f"{type(effect).__name__} failed: {error!r}; the log has the traceback"))
+            log.error("an effect failed", effect=repr(effect), exc_info=error)
+
+        shell.on_failure = defect
+        shell.on(ToScheduler, deliver)
+        shell.on(ToPeer, peers.tell)
+        shell.on(CloseLink, peers.cut)
+        shell.on(Send, peers.send)
+        shell.on(Receive, peers.receive)
+        shell.on(Gather, copier.gather)
+        shell.on(Verify, copier.verify)
+        shell.on(Scatter, copier.scatter)
+
+    def _check(self, placement: Placement) -> None:
+        wanted = (self._place.engine_id, self._place.role, self._place.rank)
+        found = (placement.engine_id, placement.role, placement.global_rank)
+        if found != wanted:
+            raise ConfigError(
+                f"--agent-socket {self._place.agent_socket}: engine, role and rank of the worker are {found}, of this agent "
+                f"{wanted}; give each worker its own agent's socket",
+                param="agent_socket",
+            )
+        check_frame_bytes(placement, self._limits.frame_bytes)
+
+
+def _first(group: BaseException) -> Any:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group

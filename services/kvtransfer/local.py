@@ -1,0 +1,133 @@
+"""The worker's line to its agent: a Unix socket of mode 0600 that the worker connects to once.
+
+[u32 length, little-endian][LocalMessage] frames. The first is `export`, and the descriptors of the record's arenas, in its
+order, ride on its length. We answer it with one byte. The end of the socket is the death of the worker.
+"""
+
+import asyncio
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from k3mesh.errors import ConfigError, EngineLost
+from k3mesh.v1 import transfer_pb2
+from services.contracts.placement import Placement
+from services.kvtransfer import wire
+
+LENGTH = struct.Struct("<I")
+MESSAGE_LIMIT = 16 << 20
+ARENAS_LIMIT = 16
+ACCEPTED = b"\x01"
+
+
+class WorkerSocket:
+    """`await meet()` the worker, `accept()` its export, then `read()` until it is gone."""
+
+    def __init__(self, path: str):
+        """Listen at `path`. ConfigError if that cannot be."""
+        self._path = path
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        mask = os.umask(0o177)
+        try:
+            if os.path.exists(path):
+                os.unlink(path)  # of an earlier life; there is one agent to a path
+            self._listener.bind(path)
+        except OSError as error:
+            raise ConfigError(
+                f"--agent-socket {path}: cannot be bound ({error.strerror or error}); give a short path that can be written",
+                param="agent_socket",
+            ) from error
+        finally:
+            os.umask(mask)
+        self._listener.listen(1)
+        self._worker: socket.socket | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def meet(self, timeout: float) -> tuple[Placement, list[mmap.mmap]]:
+        """The worker's record and its arenas, mapped. EngineLost if none comes within `timeout` seconds, ConfigError if
+        record and memory do not go together."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout):
+                self._worker, _ = await loop.sock_accept(self._listener)
+                self._worker.setblocking(False)
+                head, fds = await _receive_fds(self._worker)
+                self._reader, self._writer = await asyncio.open_unix_connection(sock=self._worker, limit=MESSAGE_LIMIT)
+                message = transfer_pb2.LocalMessage.FromString(await self._reader.readexactly(_length(head)))
+        except TimeoutError:
+            raise EngineLost(f"no worker exported its pools at {self._path} within {timeout:g} s; see its log") from None
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise EngineLost(f"the worker at {self._path} went away during its export ({error!r}); see its log") from error
+        try:
+            if message.WhichOneof("message") != "export":
+                raise ConfigError("the worker's first message is not its export; run the same release in all processes")
+            placement = wire.read_placement(message.export)
+            placement.check()
+            return placement, _map(placement, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def accept(self) -> None:
+        """Tell the worker that its export stands."""
+        assert self._writer is not None
+        self._writer.write(ACCEPTED)
+
+    async def read(self, deliver: Callable[[Any], None]) -> None:
+        """Hand the worker's messages on; ends by EngineLost when the worker does."""
+        assert self._reader is not None
+        try:
+            while True:
+                length = _length(await self._reader.readexactly(LENGTH.size))
+                deliver(wire.read_local(transfer_pb2.LocalMessage.FromString(await self._reader.readexactly(length))))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise EngineLost("this rank's worker is gone; the engine must restart") from error
+
+    def close(self) -> None:
+        self._listener.close()
+        if self._writer is not None:
+            self._writer.close()
+        elif self._worker is not None:
+            self._worker.close()
+        if os.path.exists(self._path):
+            os.unlink(self._path)
+
+
+def _length(head: bytes) -> int:
+    (length,) = LENGTH.unpack(head)
+    if length > MESSAGE_LIMIT:
+        raise ConfigError(f"the worker announces a message of {length} bytes; the limit is {MESSAGE_LIMIT}")
+    return length
+
+
+async def _receive_fds(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """The first four bytes and the descriptors that ride on them."""
+    loop = asyncio.get_running_loop()
+    readable = loop.create_future()
+    loop.add_reader(connection, lambda: readable.done() or readable.set_result(None))
+    try:
+        await readable
+    finally:
+        loop.remove_reader(connection)
+    head, fds, _, _ = socket.recv_fds(connection, LENGTH.size, ARENAS_LIMIT)
+    if len(head) < LENGTH.size:
+        raise ConnectionResetError("the socket ended within the first length")
+    return head, fds
+
+
+def _map(placement: Placement, fds: list[int]) -> list[mmap.mmap]:
+    """A prefill rank's pools are only read here, a decode rank's written."""
+    if len(fds) != len(placement.arenas):
+        raise ConfigError(f"{placement.name} hands over {len(fds)} arenas, its record has {len(placement.arenas)}")
+    access = mmap.ACCESS_READ if placement.role == "prefill" else mmap.ACCESS_WRITE
+    arenas: list[mmap.mmap] = []
+    for arena, fd in zip(placement.arenas, fds, strict=True):
+        size = os.fstat(fd).st_size
+        if size < arena.length or not arena.length:
+            raise ConfigError(f"{placement.name}: arena {arena.name} has {size} bytes, its record says {arena.length}")
+        arenas.append(mmap.mmap(fd, arena.length, access=access))
+    return arenas

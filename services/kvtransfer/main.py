@@ -1,0 +1,23 @@
+"""The transfer agent beside one worker: `python -m services.kvtransfer.main --rank N --listen HOST:PORT …`."""
+
+from services.contracts.arguments import AgentArguments
+from services.kvtransfer.agent import Agent, Place
+from services.kvtransfer.session import Limits
+from services.runtime.process import Process, run
+
+
+async def main(process: Process, arguments: AgentArguments) -> None:
+    place = Place(
+        engine_id=arguments.engine_id,
+        role=arguments.disaggregation_mode,
+        rank=arguments.rank,
+        listen=arguments.listen,
+        agent_socket=arguments.agent_socket,
+        startup_timeout=arguments.startup_timeout,
+    )
+    limits = Limits(frame_bytes=arguments.transfer_frame_bytes, frames=arguments.transfer_frames)
+    await Agent(place, limits).run(process)
+
+
+if __name__ == "__main__":
+    run("agent", main, AgentArguments)

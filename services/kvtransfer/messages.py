@@ -1,0 +1,319 @@
+"""What the sessions say and hear: messages of schedulers, peers and the worker, events of the shell, effects (pure).
+
+Names and meanings of messages are those of transfer.proto; wire.py converts.
+"""
+
+from dataclasses import dataclass
+from typing import NewType
+
+from services.contracts.placement import Manifest, Placement
+from services.kvtransfer.credits import FrameId
+
+Room = int
+Link = NewType("Link", int)  # one life of a stream to a peer agent; a reconnect is another
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A typed error as data; `code` is one of k3mesh.errors, `detail` a PD_* code."""
+
+    code: str
+    message: str
+    detail: str = ""
+
+
+def transfer_failed(detail: str, message: str) -> Failure:
+    return Failure("transfer_failed", message, detail)
+
+
+# ---- either scheduler, either peer
+@dataclass(frozen=True, slots=True)
+class CancelRoom:
+    room: Room
+    reason: str
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    room: Room
+
+
+# ---- agent -> scheduler
+@dataclass(frozen=True, slots=True)
+class RoomReady:
+    room: Room
+    attempt: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady:
+    room: Room
+    attempt: int
+    token: int
+    window: tuple[int, ...]
+    bytes: int
+    first_byte: float  # seconds of the session's clock
+    last_byte: float
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReleased:
+    room: Room
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoomFailed:
+    room: Room
+    attempt: int
+    failure: Failure
+
+
+# ---- agent <-> agent
+@dataclass(frozen=True, slots=True)
+class Offer:
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class OfferReply:
+    room: Room
+    attempt: int
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`count` units of one field of the sender's record, from manifest position `first` on; 0 and 1 for a slot field."""
+
+    field: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    seq: int
+    length: int  # bytes
+    checksum: int  # xxh3_64
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FrameBatch:
+    room: Room
+    attempt: int
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    room: Room
+    seqs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    token: int
+    window: tuple[int, ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageDone:
+    room: Room
+    attempt: int
+    stage: int
+    bytes: int
+    frames: int
+    slot_gen: int
+    handoff: Handoff | None
+
+
+@dataclass(frozen=True, slots=True)
+class StageAck:
+    room: Room
+    attempt: int
+
+
+# ---- worker -> its agent
+@dataclass(frozen=True, slots=True)
+class LocalRow:
+    room: Room
+    start: int
+    end: int
+    last: bool
+    slot: int
+    new_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStarted:
+    step_id: int
+    rows: tuple[LocalRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldsReady:
+    step_id: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffReady:
+    room: Room
+    handoff: Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetLocal:
+    rooms: tuple[Room, ...]
+
+
+PeerMessage = Offer | OfferReply | FrameBatch | Grant | StageDone | StageAck | CancelRoom | Drained
+Report = RoomReady | RankReady | SourceReleased | RoomFailed | Drained
+Command = Manifest | CancelRoom
+LocalMessage = ChunkStarted | FieldsReady | HandoffReady | ForgetLocal
+
+
+# ---- events of the shell
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    link: Link
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """P: a decode agent has linked and the endpoint to it stands."""
+
+    link: Link
+    peer: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """D: all stages of a prefill engine are linked and the pair check has passed."""
+
+    links: tuple[Link, ...]  # by stage
+    stages: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """Nothing more comes from this link. On D the pairing is lost with it."""
+
+    link: Link
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    frame: FrameId
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The frame's bytes are out of the staging memory, or never will be."""
+
+    frame: FrameId
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    frame: FrameId
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    frame: FrameId
+    intact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    frame: FrameId
+
+
+# ---- effects
+@dataclass(frozen=True, slots=True)
+class Units:
+    """Cache units of one field of this rank: block ids of a paged field, the slot of a slot field."""
+
+    field: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToPeer:
+    link: Link
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class ToScheduler:
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Copy units into a staging frame, one after the other, and sum the bytes up -> Gathered."""
+
+    frame: FrameId
+    units: tuple[Units, ...]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """-> Sent."""
+
+    frame: FrameId
+    link: Link
+    seq: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """-> Received."""
+
+    frame: FrameId
+    link: Link
+    seq: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """-> Verified."""
+
+    frame: FrameId
+    length: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Copy a verified frame's units into the pools -> Scattered."""
+
+    frame: FrameId
+    units: tuple[Units, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLink:
+    """Give the link up: abort its endpoint, which ends every Send and Receive on it -> LinkLost."""
+
+    link: Link
+    reason: str
+
+
+Effect = ToPeer | ToScheduler | Gather | Send | Receive | Verify | Scatter | CloseLink

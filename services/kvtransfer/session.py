@@ -1,0 +1,129 @@
+"""What both sides of a handoff share: a room's phases, the rooms that have ended, limits, and how a session is driven (pure).
+
+    D   BOOTSTRAPPING ──all stages accept──► BOOTSTRAPPED ──first frames──► TRANSFERRING ──all verified and installed──► SUCCESS
+    P                                        BOOTSTRAPPED ──first chunk──► WAITING_FOR_INPUT ──first frame──► TRANSFERRING ──StageAck──► SUCCESS
+    both: any phase ──cancel, violation, time, lost link──► FAILED, which holds on until nothing of the room is in flight
+
+A phase never goes back, SUCCESS and FAILED never change. An ended room leaves a tombstone, so that a late message cannot
+revive it.
+
+Stopping a room takes both sides: whoever stops it says CancelRoom, the other answers Drained when nothing of it is in
+flight there. D grants nothing after either; P honours what was granted before (D's receives are posted) and keeps frames
+that may still be granted until D has said that none will be.
+"""  # noqa: E501
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from typing import Any, ClassVar
+
+from services.contracts.events import DeadlinePassed
+from services.contracts.placement import Placement
+from services.kvtransfer.messages import Effect, PeerMessage, Report, Room, ToPeer, ToScheduler
+
+TOTALS = ("bytes_sent", "bytes_received", "frames", "rooms_ok", "rooms_failed", "stale_messages")
+
+
+class Phase(IntEnum):
+    BOOTSTRAPPING = auto()
+    BOOTSTRAPPED = auto()
+    WAITING_FOR_INPUT = auto()
+    TRANSFERRING = auto()
+    SUCCESS = auto()
+    FAILED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes and times of one agent. `frames * frame_bytes` is its staging memory."""
+
+    frame_bytes: int = 1 << 20
+    frames: int = 16
+    window: int = 8  # staging frames that one link may hold: W of the credits
+    bootstrap: float = 120.0  # seconds until every stage has accepted
+    progress: float = 30.0  # seconds that a granted frame or an unanswered offer may take
+    drain: float = 10.0  # seconds that a stopped room may stay in flight before its link is cut
+    grace: float = 10.0  # seconds that P gives a room beyond D's deadline, so that D is the one to end it
+    tombstones: int = 4096
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.frames * self.frame_bytes
+
+
+class Tombstones:
+    """The rooms that ended last."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._rooms: dict[Room, None] = {}  # oldest first
+
+    def add(self, room: Room) -> None:
+        self._rooms.pop(room, None)
+        self._rooms[room] = None
+        if len(self._rooms) > self._limit:
+            del self._rooms[next(iter(self._rooms))]
+
+    def __contains__(self, room: Room) -> bool:
+        return room in self._rooms
+
+
+class Session:
+    """One agent's side of all its handoffs: events in, effects out (a Planner for runtime.Shell; it plans nothing)."""
+
+    handlers: ClassVar[dict[type, str]]  # event type -> method(event)
+
+    def __init__(self, placement: Placement, limits: Limits):
+        self.placement = placement
+        self.limits = limits
+        self.tombstones = Tombstones(limits.tombstones)
+        self.totals: dict[str, int] = dict.fromkeys(TOTALS, 0)
+        self._now = 0.0
+        self._effects: list[Effect] = []
+
+    def apply(self, event: Any, now: float) -> list[Effect]:
+        self._now = now
+        if isinstance(event, DeadlinePassed):
+            for act in [act for at, act in self.deadlines() if at <= now]:
+                act()
+        else:
+            getattr(self, self.handlers[type(event)])(event)
+        self.pump()
+        effects, self._effects = self._effects, []
+        return effects
+
+    def plan(self, now: float) -> None:
+        return None
+
+    def next_deadline(self) -> float | None:
+        return min((at for at, _ in self.deadlines()), default=None)
+
+    @abstractmethod
+    def deadlines(self) -> Iterable[tuple[float, Callable[[], None]]]:
+        """When something must have happened, and what to do if it has not."""
+
+    @abstractmethod
+    def pump(self) -> None:
+        """Use the credits that are free."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Every invariant; raises AssertionError."""
+
+    @abstractmethod
+    def counters(self) -> dict[str, int]:
+        """What must return to its start when no request is left."""
+
+    def emit(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def tell(self, link: Any, message: PeerMessage) -> None:
+        self.emit(ToPeer(link, message))
+
+    def report(self, report: Report) -> None:
+        self.emit(ToScheduler(report))
+
+    def stale(self) -> None:
+        """A message of the past: dropped and counted."""
+        self.totals["stale_messages"] += 1

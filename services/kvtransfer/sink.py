@@ -1,0 +1,498 @@
+"""D's side of the handoff: manifests armed and offered, frames granted, verified, installed; all stages or nothing (pure)."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import ClassVar
+
+from k3mesh.errors import TransferFailed
+from services.contracts.geometry import PAGED
+from services.contracts.placement import Manifest, Placement
+from services.kvtransfer.credits import FairQueue, FrameId, Ring
+from services.kvtransfer.messages import (
+    CancelRoom,
+    CloseLink,
+    Drained,
+    Extent,
+    Failure,
+    Frame,
+    FrameBatch,
+    FromPeer,
+    Grant,
+    Handoff,
+    Link,
+    LinkLost,
+    Offer,
+    OfferReply,
+    Paired,
+    RankReady,
+    Receive,
+    Received,
+    Room,
+    RoomFailed,
+    Scatter,
+    Scattered,
+    StageAck,
+    StageDone,
+    Units,
+    Verified,
+    Verify,
+    transfer_failed,
+)
+from services.kvtransfer.session import Limits, Phase, Session
+
+
+class FrameState(Enum):
+    RECEIVING = auto()
+    VERIFYING = auto()
+    SCATTERING = auto()
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A staging frame in use. Once its room has failed it is quarantined: received, and thrown away."""
+
+    room: Room
+    link: Link
+    stage: int
+    frame: Frame
+    since: float  # of its grant
+    state: FrameState = FrameState.RECEIVING
+
+
+@dataclass(slots=True)
+class Share:
+    """What one stage contributes to a room."""
+
+    expected_bytes: int
+    accepted: bool = False
+    announced: dict[int, int] = field(default_factory=dict[int, int])  # field of the stage -> bit set of positions
+    frames_announced: int = 0
+    frames: int = 0  # installed
+    bytes: int = 0
+    done: StageDone | None = None
+    acked: bool = False
+
+
+@dataclass(slots=True)
+class Sink:
+    """A room that this rank is to receive."""
+
+    manifest: Manifest
+    deadline: float
+    accept_by: float
+    shares: list[Share]
+    phase: Phase = Phase.BOOTSTRAPPING
+    first_byte: float = 0.0
+    last_byte: float = 0.0
+    handoff: Handoff | None = None
+    # of a failed room
+    awaited: set[Link] = field(default_factory=set[Link])  # their Drained is outstanding
+    waiting: set[Link] = field(default_factory=set[Link])  # for our Drained
+    drain_by: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """The links to one life of a prefill engine, by stage, and which of our fields each of their fields is."""
+
+    links: tuple[Link, ...]
+    stages: tuple[Placement, ...]
+    fields: tuple[tuple[int, ...], ...]
+
+
+class SinkSession(Session):
+    """All rooms of one decode rank."""
+
+    handlers: ClassVar[dict[type, str]] = {
+        FromPeer: "_from_peer",
+        Paired: "_paired",
+        LinkLost: "_link_lost",
+        Manifest: "_expect",
+        CancelRoom: "_cancel",
+        Received: "_received",
+        Verified: "_verified",
+        Scattered: "_scattered",
+    }
+    from_peer: ClassVar[dict[type, str]] = {
+        OfferReply: "_offer_reply",
+        FrameBatch: "_frame_batch",
+        StageDone: "_stage_done",
+        CancelRoom: "_peer_cancel",
+        Drained: "_peer_drained",
+    }
+
+    def __init__(self, placement: Placement, limits: Limits):
+        super().__init__(placement, limits)
+        self._pairing: Pairing | None = None
+        self._rooms: dict[Room, Sink] = {}
+        self._ring: Ring[Link] = Ring(limits.frames, limits.window)
+        self._frames: dict[FrameId, Incoming] = {}
+        self._waiting: FairQueue[Link, tuple[Room, int, Frame]] = FairQueue()  # for credit: room, stage, frame
+
+    # ---- the pairing
+    def _paired(self, event: Paired) -> None:
+        assert self._pairing is None, "a pairing is lost before the next one begins"
+        own = {field.field_id: index for index, field in enumerate(self.placement.fields)}
+        fields = tuple(tuple(own[field.field_id] for field in stage.fields) for stage in event.stages)
+        self._pairing = Pairing(event.links, event.stages, fields)
+
+    def _link_lost(self, event: LinkLost) -> None:
+        pairing = self._pairing
+        if pairing is None or event.link not in pairing.links:
+            return
+        self._pairing = None
+        name = pairing.stages[pairing.links.index(event.link)].name
+        failure = transfer_failed("PD_PEER_DEAD", f"the link to {name} is lost: {event.reason}")
+        for room, sink in list(self._rooms.items()):
+            if sink.phase is not Phase.FAILED:
+                self._fail(room, failure, tell_peers=False)
+            sink.awaited.clear()
+            sink.waiting.clear()
+            self._settle(room)
+
+    def _from_peer(self, event: FromPeer) -> None:
+        handler = self.from_peer.get(type(event.message))
+        if handler is None or self._pairing is None or event.link not in self._pairing.links:
+            self.stale()
+            return
+        getattr(self, handler)(event.link, self._pairing.links.index(event.link), event.message)
+
+    # ---- bootstrap
+    def _expect(self, manifest: Manifest) -> None:
+        """From the scheduler: arm the receive and offer it to every stage."""
+        room = manifest.room
+        if room in self._rooms or room in self.tombstones:
+            self.stale()
+            return
+        failure = self._refusal(manifest)
+        if failure is not None or self._pairing is None:
+            failure = failure or transfer_failed(
+                "PD_PEER_DEAD", f"room {room:x}: {self.placement.name} is linked to no prefill engine; pair it first"
+            )
+            self.totals["rooms_failed"] += 1
+            self.report(RoomFailed(room, manifest.attempt, failure))
+            self.report(Drained(room))
+            self.tombstones.add(room)
+            return
+        positions = len(manifest.blocks)
+        self._rooms[room] = Sink(
+            manifest,
+            deadline=self._now + manifest.timeout,
+            accept_by=self._now + self.limits.bootstrap,
+            shares=[Share(stage.expected_bytes(positions)) for stage in self._pairing.stages],
+        )
+        for link in self._pairing.links:
+            self.tell(link, Offer(manifest))
+
+    def _refusal(self, manifest: Manifest) -> Failure | None:
+        try:
+            manifest.check(self.placement)
+        except TransferFailed as error:
+            return Failure(error.code, error.message, error.detail)
+        return None
+
+    def _offer_reply(self, link: Link, stage: int, reply: OfferReply) -> None:
+        sink = self._alive(reply.room, reply.attempt)
+        if sink is None:
+            self.stale()
+        elif reply.failure is not None:
+            self._fail(reply.room, reply.failure)
+        else:
+            sink.shares[stage].accepted = True
+            if sink.phase is Phase.BOOTSTRAPPING and all(share.accepted for share in sink.shares):
+                sink.phase = Phase.BOOTSTRAPPED
+
+    # ---- frames
+    def _frame_batch(self, link: Link, stage: int, batch: FrameBatch) -> None:
+        sink = self._alive(batch.room, batch.attempt)
+        if sink is None:
+            self.stale()
+            return
+        for frame in batch.frames:
+            wrong = self._fault(sink, stage, frame)
+            if wrong is not None:
+                self._fail(
+                    batch.room, transfer_failed("PD_BYTES", f"room {batch.room:x}, stage {stage}, frame {frame.seq}: {wrong}")
+                )
+                return
+            sink.shares[stage].frames_announced += 1
+            self._waiting.push(link, (batch.room, stage, frame))
+
+    def _fault(self, sink: Sink, stage: int, frame: Frame) -> str | None:
+        """Why this frame cannot be right, or None; its units then count as announced."""
+        assert self._pairing is not None
+        fields, share = self._pairing.stages[stage].fields, sink.shares[stage]
+        if not sink.phase >= Phase.BOOTSTRAPPED or share.done is not None:
+            return "it comes outside the time of the stage's frames"
+        length = 0
+        for extent in frame.extents:
+            if extent.field >= len(fields):
+                return f"field {extent.field} is not in the stage's record"
+            paged = fields[extent.field].kind == PAGED
+            count = len(sink.manifest.blocks) if paged else 1
+            if not (extent.count >= 1 and extent.first + extent.count <= count):
+                return f"positions {extent.first}+{extent.count} of {fields[extent.field].field_id} are not all in the manifest"
+            bits = (1 << extent.count) - 1 << extent.first
+            if share.announced.get(extent.field, 0) & bits:
+                return f"a unit of {fields[extent.field].field_id} comes twice"
+            share.announced[extent.field] = share.announced.get(extent.field, 0) | bits
+            length += extent.count * fields[extent.field].payload
+        if not 0 < length == frame.length <= self.limits.frame_bytes:
+            return f"{frame.length} bytes are announced for units of {length}; a frame holds up to {self.limits.frame_bytes}"
+        return None
+
+    def pump(self) -> None:
+        """Grant what waits, as far as staging frames and windows allow. A grant is one posted receive."""
+        grants: dict[tuple[Link, Room], list[int]] = {}
+        while (turn := self._waiting.turn(self._ring.can_take)) is not None:
+            link, (room, stage, frame) = turn
+            frame_id = self._ring.take(link)
+            self._frames[frame_id] = Incoming(room, link, stage, frame, self._now)
+            self.emit(Receive(frame_id, link, frame.seq, frame.length))
+            grants.setdefault((link, room), []).append(frame.seq)
+        for (link, room), seqs in grants.items():
+            self.tell(link, Grant(room, tuple(seqs)))
+
+    def _received(self, event: Received) -> None:
+        incoming = self._frames[event.frame]
+        sink = self._alive(incoming.room)
+        if sink is None:
+            self._free(event.frame)
+        elif event.error is not None:
+            message = f"room {incoming.room:x}: receiving a frame of stage {incoming.stage} failed: {event.error}"
+            self._fail(incoming.room, transfer_failed("PD_TRANSFER", message))
+            self._free(event.frame)
+        else:
+            self.totals["bytes_received"] += incoming.frame.length
+            self.totals["frames"] += 1
+            if sink.phase is Phase.BOOTSTRAPPED:
+                sink.phase, sink.first_byte = Phase.TRANSFERRING, self._now
+            sink.last_byte = self._now
+            incoming.state = FrameState.VERIFYING
+            self.emit(Verify(event.frame, incoming.frame.length, incoming.frame.checksum))
+
+    def _verified(self, event: Verified) -> None:
+        incoming = self._frames[event.frame]
+        sink = self._alive(incoming.room)
+        if sink is None:
+            self._free(event.frame)
+        elif not event.intact:
+            message = f"room {incoming.room:x}: the checksum of frame {incoming.frame.seq} of stage {incoming.stage} is wrong"
+            self._fail(incoming.room, transfer_failed("PD_BYTES", message))
+            self._free(event.frame)
+        else:
+            incoming.state = FrameState.SCATTERING
+            self.emit(Scatter(event.frame, self._units(sink, incoming)))
+
+    def _units(self, sink: Sink, incoming: Incoming) -> tuple[Units, ...]:
+        assert self._pairing is not None, "a live room has its pairing"
+        own = self._pairing.fields[incoming.stage]
+
+        def units(extent: Extent) -> Units:
+            index = own[extent.field]
+            if self.placement.fields[index].kind == PAGED:
+                return Units(index, sink.manifest.blocks[extent.first : extent.first + extent.count])
+            return Units(index, (sink.manifest.slot,))
+
+        return tuple(units(extent) for extent in incoming.frame.extents)
+
+    def _scattered(self, event: Scattered) -> None:
+        incoming = self._frames[event.frame]
+        sink = self._alive(incoming.room)
+        if sink is not None:
+            share = sink.shares[incoming.stage]
+            share.frames += 1
+            share.bytes += incoming.frame.length
+        self._free(event.frame)
+        if sink is not None:
+            self._advance(incoming.room, sink, incoming.stage, incoming.link)
+
+    def _free(self, frame: FrameId) -> None:
+        incoming = self._frames.pop(frame)
+        self._ring.give_back(frame)
+        self._settle(incoming.room)
+
+    # ---- the end
+    def _stage_done(self, link: Link, stage: int, done: StageDone) -> None:
+        sink = self._alive(done.room, done.attempt)
+        if sink is None:
+            self.stale()
+            return
+        share = sink.shares[stage]
+        failure = self._done_fault(sink, stage, done)
+        if failure is not None:
+            self._fail(done.room, failure)
+        elif share.done is not None:
+            self.stale()
+        else:
+            share.done = done
+            sink.handoff = done.handoff or sink.handoff
+            self._advance(done.room, sink, stage, link)
+
+    def _done_fault(self, sink: Sink, stage: int, done: StageDone) -> Failure | None:
+        share, room = sink.shares[stage], f"room {done.room:x}, stage {stage}"
+        if done.stage != stage or (share.done is not None and share.done != done):
+            return transfer_failed("PD_ROUTE", f"{room}: an end that does not belong here: {done}")
+        if done.slot_gen != sink.manifest.slot_gen:
+            wanted = sink.manifest.slot_gen
+            return transfer_failed("PD_STALE", f"{room}: the slot is in generation {wanted}, the stage says {done.slot_gen}")
+        if (done.bytes, done.frames) != (share.expected_bytes, share.frames_announced):
+            return transfer_failed(
+                "PD_BYTES",
+                f"{room}: {done.bytes} bytes in {done.frames} frames at its end; {share.expected_bytes} bytes are due and "
+                f"{share.frames_announced} frames were announced",
+            )
+        last = stage == len(sink.shares) - 1
+        if (done.handoff is not None) != last:
+            return transfer_failed("PD_CAND", f"{room}: the first token comes with the last stage and only with it")
+        if done.handoff is not None:
+            window, width = done.handoff.window, self.placement.verify_width
+            if len(window) != width or window[0] != done.handoff.token:
+                return transfer_failed(
+                    "PD_CAND", f"{room}: window {list(window)} must hold {width} tokens and begin with {done.handoff.token}"
+                )
+        return None
+
+    def _advance(self, room: Room, sink: Sink, stage: int, link: Link) -> None:
+        """Acknowledge a complete stage; when all are, the rank is ready."""
+        share = sink.shares[stage]
+        if share.acked or share.done is None or share.frames != share.done.frames:
+            return
+        assert share.bytes == share.expected_bytes, "the frames of a stage add up to its units"
+        share.acked = True
+        self.tell(link, StageAck(room, sink.manifest.attempt))
+        if not all(share.acked for share in sink.shares):
+            return
+        handoff = sink.handoff
+        assert handoff is not None, "the last stage is acknowledged with its handoff"
+        sink.phase = Phase.SUCCESS
+        self.totals["rooms_ok"] += 1
+        self.report(
+            RankReady(
+                room,
+                sink.manifest.attempt,
+                handoff.token,
+                handoff.window,
+                sum(share.bytes for share in sink.shares),
+                sink.first_byte,
+                sink.last_byte,
+                max(handoff.cached_tokens, sink.manifest.prefix_tokens),
+            )
+        )
+        self._bury(room)
+
+    def _cancel(self, event: CancelRoom) -> None:
+        """From the scheduler. A room that is not here is drained."""
+        sink = self._rooms.get(event.room)
+        if sink is None:
+            self.tombstones.add(event.room)
+            self.report(Drained(event.room))
+        elif sink.phase is not Phase.FAILED:
+            failure = event.failure or Failure("cancelled", f"room {event.room:x} was cancelled: {event.reason}")
+            self._fail(event.room, failure, tell_scheduler=False)
+
+    def _peer_cancel(self, link: Link, stage: int, cancel: CancelRoom) -> None:
+        sink = self._rooms.get(cancel.room)
+        if sink is None:
+            self.tell(link, Drained(cancel.room))
+            return
+        if sink.phase is not Phase.FAILED:
+            failure = cancel.failure or Failure("cancelled", f"room {cancel.room:x} was cancelled on P: {cancel.reason}")
+            self._fail(cancel.room, failure, but=link)
+        sink.awaited.discard(link)
+        sink.waiting.add(link)
+        self._settle(cancel.room)
+
+    def _peer_drained(self, link: Link, stage: int, drained: Drained) -> None:
+        sink = self._rooms.get(drained.room)
+        if sink is not None and sink.phase is Phase.FAILED:
+            sink.awaited.discard(link)
+            self._settle(drained.room)
+
+    def _fail(
+        self, room: Room, failure: Failure, tell_scheduler: bool = True, tell_peers: bool = True, but: Link | None = None
+    ) -> None:
+        """Stop the room: nothing is granted or scattered for it any more. `but` is the peer that stopped it."""
+        sink = self._rooms[room]
+        sink.phase = Phase.FAILED
+        sink.drain_by = self._now + self.limits.drain
+        self.totals["rooms_failed"] += 1
+        self._waiting.drop(lambda item: item[0] == room)
+        if tell_scheduler:
+            self.report(RoomFailed(room, sink.manifest.attempt, failure))
+        if tell_peers and self._pairing is not None:
+            sink.awaited = {link for link in self._pairing.links if link != but}
+            for link in self._pairing.links:
+                if link != but:
+                    self.tell(link, CancelRoom(room, failure.message, failure))
+        self._settle(room)
+
+    def _settle(self, room: Room) -> None:
+        """A failed room answers each peer when nothing from it is in flight, and ends when all peers have answered too."""
+        sink = self._rooms.get(room)
+        if sink is None or sink.phase is not Phase.FAILED:
+            return
+        busy = {incoming.link for incoming in self._frames.values() if incoming.room == room}
+        for link in sorted(sink.waiting - busy):
+            sink.waiting.remove(link)
+            self.tell(link, Drained(room))
+        if not busy and not sink.awaited:
+            self.report(Drained(room))
+            self._bury(room)
+
+    def _bury(self, room: Room) -> None:
+        del self._rooms[room]
+        self.tombstones.add(room)
+
+    def _alive(self, room: Room, attempt: int | None = None) -> Sink | None:
+        sink = self._rooms.get(room)
+        if sink is None or sink.phase is Phase.FAILED or (attempt is not None and attempt != sink.manifest.attempt):
+            return None
+        return sink
+
+    # ---- time, counts, invariants
+    def deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
+        for room, sink in self._rooms.items():
+            if sink.phase is Phase.FAILED:
+                if sink.drain_by is not None:
+                    yield sink.drain_by, lambda sink=sink: self._cut(sink)
+                continue
+            yield sink.deadline, lambda room=room: self._late(room, "PD_TIMEOUT_WAIT", "the request's time is up")
+            if sink.phase is Phase.BOOTSTRAPPING:
+                what = f"not every prefill stage accepted within {self.limits.bootstrap:g} s"
+                yield sink.accept_by, lambda room=room, what=what: self._late(room, "PD_TIMEOUT_BOOT", what)
+        for incoming in self._frames.values():
+            if incoming.state is FrameState.RECEIVING and self._alive(incoming.room) is not None:
+                what = f"a granted frame of stage {incoming.stage} did not come in {self.limits.progress:g} s"
+                act = lambda room=incoming.room, what=what: self._late(room, "PD_TIMEOUT_WAIT", what)  # noqa: E731
+                yield incoming.since + self.limits.progress, act
+
+    def _late(self, room: Room, detail: str, what: str) -> None:
+        if self._alive(room) is not None:
+            self._fail(room, transfer_failed(detail, f"room {room:x} on {self.placement.name}: {what}"))
+
+    def _cut(self, sink: Sink) -> None:
+        """It did not drain: the endpoints are the fence."""
+        sink.drain_by = None
+        if self._pairing is not None:
+            self.emit(CloseLink(self._pairing.links[0], "a stopped room did not drain in time"))
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "rooms": len(self._rooms),
+            "pins": len(self._rooms),
+            "staging_frames_used": self._ring.used,
+            "quarantined": sum(self._alive(incoming.room) is None for incoming in self._frames.values()),
+            "links": 0 if self._pairing is None else len(self._pairing.links),
+        }
+
+    def check(self) -> None:
+        self._ring.check()
+        assert len(self._frames) == self._ring.used
+        for room, sink in self._rooms.items():
+            assert sink.phase is Phase.FAILED or self._pairing is not None, f"room {room:x} lives without its pairing"
+            in_flight = any(incoming.room == room for incoming in self._frames.values())
+            assert sink.phase is not Phase.FAILED or in_flight or sink.awaited, f"room {room:x} should have ended"
+        for incoming in self._frames.values():
+            assert incoming.room in self._rooms, "a frame outlives its room"

@@ -1,0 +1,104 @@
+"""UCXX behind four calls: an endpoint from a peer's address, send, receive, abort (spec ucx).
+
+A cancelled UCX receive goes on writing into its buffer, so none is ever cancelled: send and receive run as tasks of the
+transport, which keep the buffer until UCX is done with it. `abort` is the fence: it ends what is in flight on an endpoint.
+
+Progress is UCXX's thread with Python futures, the one mode that does not spin. Its thread wakes every millisecond by
+default, 2 % of a core for nothing; events and submissions wake it anyway, so WAKE_MS only bounds a wake-up that is lost.
+"""
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from typing import Any
+
+from services.kvtransfer.frames import Bytes
+
+ENVIRONMENT = {  # the TCP profile; the environment of the process goes first
+    "UCX_TLS": "tcp,self",
+    "UCX_NET_DEVICES": "lo",
+    "UCX_RNDV_SCHEME": "put_zcopy",
+    "UCX_TCP_TX_SEG_SIZE": "256k",
+    "UCX_TCP_RX_SEG_SIZE": "256k",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
+WAKE_MS = 100
+
+
+class TransportError(Exception):
+    """A send or receive that did not happen: the peer is gone, or the endpoint was aborted."""
+
+
+class Transport:
+    """One UCX worker, for the whole life of the process. `address` is what a peer needs to reach it."""
+
+    def __init__(self) -> None:
+        for key, value in ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
+        import ucxx  # reads the environment when it is imported
+        import ucxx.core
+
+        self._ucxx: Any = ucxx
+        ucxx.init(progress_mode="thread", enable_python_future=True)
+        worker: Any = ucxx.core._get_ctx().worker
+        worker.stop_progress_thread()
+        worker.start_progress_thread(polling_mode=False, epoll_timeout=WAKE_MS)
+        self.address = bytes(ucxx.get_worker_address())
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def tasks(self) -> int:
+        """Sends and receives that UCX has not finished."""
+        return len(self._tasks)
+
+    async def connect(self, address: bytes) -> "Endpoint":
+        """An endpoint to the peer with this address. TransportError if UCX refuses it."""
+        try:
+            peer = self._ucxx.get_ucx_address_from_buffer(address)
+            return Endpoint(self, await self._ucxx.create_endpoint_from_worker_address(peer))
+        except self._ucxx.exceptions.UCXError as error:
+            raise TransportError(f"{type(error).__name__}: {error}") from error
+
+    def tag(self, value: int) -> Any:
+        return self._ucxx.types.Tag(value)
+
+    async def finish(self, transfer: Coroutine[Any, Any, Any]) -> None:
+        """Run a send or receive to its end, whatever becomes of the caller."""
+        task = asyncio.ensure_future(self._run(transfer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
+
+    async def _run(self, transfer: Coroutine[Any, Any, Any]) -> None:
+        try:
+            await transfer
+        except self._ucxx.exceptions.UCXError as error:
+            raise TransportError(f"{type(error).__name__}: {error}") from error
+
+
+class Endpoint:
+    """The way to one peer, for one life of its link."""
+
+    def __init__(self, transport: Transport, endpoint: Any):
+        self._transport, self._endpoint = transport, endpoint
+        self._aborted = False
+
+    async def send(self, tag: int, buffer: Bytes) -> None:
+        """Until UCX has read the buffer; that the peer has it is for the peer to say. TransportError if it fails."""
+        self._check()
+        await self._transport.finish(self._endpoint.send(buffer, tag=self._transport.tag(tag), force_tag=True))
+
+    async def receive(self, tag: int, buffer: Bytes) -> None:
+        """The message with this tag, not longer than the buffer; a shorter one leaves the rest of it as it was."""
+        self._check()
+        await self._transport.finish(self._endpoint.recv(buffer, tag=self._transport.tag(tag), force_tag=True))
+
+    async def abort(self) -> None:
+        """End all that is in flight here: no buffer is written once its receive has ended."""
+        if not self._aborted:
+            self._aborted = True
+            await asyncio.to_thread(self._endpoint.abort)
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise TransportError("the endpoint was aborted")

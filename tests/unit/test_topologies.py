@@ -1,0 +1,80 @@
+"""The named topologies and the ports of an engine."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from k3mesh.errors import ConfigError
+from services.launch import make_checkpoint
+from services.launch.engine import lay_out, ports_needed
+from services.launch.mesh import MeshArguments
+from services.launch.ports import FIRST, LAST, free_ports, require_free
+from services.launch.topologies import TOPOLOGIES
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    assert make_checkpoint.main([str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode"), [("laptop", (4, 1, 1, 1), (1, 2, 1, 2)), ("laptop-tp2", (2, 1, 2, 2), (1, 2, 2, 4))]
+)
+def test_named_topologies_have_their_documented_shape(name: str, prefill: object, decode: object, checkpoint: Path):
+    engines = MeshArguments.parse(["--topology", name, "--model", str(checkpoint)]).engines()
+    shapes = [engine.topology(engine.load_model_config()) for engine in engines]
+    assert [(t.stages, t.dp_size, t.tp_size, t.ep_size) for t in shapes] == [prefill, decode]
+    assert all(engine.compute_dtype == engine.cache_dtype == "float32" for engine in engines)
+
+
+def test_every_named_topology_is_tested_above():
+    assert set(TOPOLOGIES) == {"laptop", "laptop-tp2"}
+
+
+def test_more_flags_reach_one_engine_and_win(checkpoint: Path):
+    words = ["--model", str(checkpoint), "--prefill", "--max-num-seqs 3 --num-blocks 9", "--decode=--max-num-seqs 2"]
+    prefill, decode = MeshArguments.parse(words).engines()
+    assert (prefill.max_num_seqs, prefill.num_blocks, decode.max_num_seqs, decode.num_blocks) == (3, 9, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("more", "refusal"),
+    [
+        (["--decode=--tp 2 --expert-parallel-size 4"], "--attn-tp-size 1: must be the same on both engines, decode has 2"),
+        (["--prefill=--max-num-sequences 3"], "--max-num-sequences: unknown flag; did you mean --max-num-seqs"),
+        (["--prefill=--pp-layer-partition 4,3,3,4"], "--pp-layer-partition 4,3,3,4: sums to 14, the model has 13"),
+        (["--topology", "desktop"], "--topology desktop: no such choice; give one of laptop, laptop-tp2"),
+    ],
+)
+def test_a_mesh_that_could_not_work_is_refused(more: list[str], refusal: str, checkpoint: Path):
+    with pytest.raises(ConfigError, match=refusal):
+        MeshArguments.parse(["--model", str(checkpoint), *more]).engines()
+
+
+def test_a_checkpoint_that_is_not_there_or_not_whole_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=rf"--model {tmp_path}/no: no such directory; "):
+        MeshArguments.parse(["--model", f"{tmp_path}/no"]).engines()
+    with pytest.raises(ConfigError, match=rf"--model {tmp_path}: has no safetensors file; "):
+        MeshArguments.parse(["--model", str(tmp_path)]).engines()
+
+
+def test_nodes_of_an_engine_use_the_same_ports_and_the_first_has_the_scheduler():
+    addresses = lay_out(["a", "b"], 2, range(21000, 21000 + ports_needed(2)))
+    assert addresses.scheduler == "a:21000"
+    assert addresses.workers == ("a:21001", "a:21002", "b:21001", "b:21002")
+    assert addresses.agents == ("a:21003", "a:21004", "b:21003", "b:21004")
+
+
+def test_free_ports_are_different_and_below_the_kernels_own():
+    ports = free_ports(20)
+    assert len(set(ports)) == 20 and all(FIRST <= port < LAST for port in ports)
+
+
+def test_a_port_in_use_is_refused_by_flag_and_value():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"--port {port}: 127\.0\.0\.1:{port} is in use"):
+            require_free("127.0.0.1", port)
