@@ -28,6 +28,7 @@ SOCKET_OPTIONS = [  # accepted connections inherit them
 LINGER_S = 2.0  # a refused client may still be sending: closing at once would destroy the answer on its way
 DATE_REFRESH_S = 1.0
 CLOSE_TIMEOUT_S = 5
+KEEP_ALIVE_S = 75  # longer than clients and balancers keep an idle connection, so that none sends into our close
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -120,6 +121,7 @@ class HttpServer(uvicorn.Server):
             proxy_headers=False,
             server_header=False,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         super().__init__(config)
         self._listener = listener

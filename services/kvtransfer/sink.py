@@ -223,7 +223,8 @@ class SinkSession(Session):
         """Why this frame cannot be right, or None; its units then count as announced."""
         assert self._pairing is not None
         fields, share = self._pairing.stages[stage].fields, sink.shares[stage]
-        if not sink.phase >= Phase.BOOTSTRAPPED or share.done is not None:
+        # Only this stage's own answer counts: P starts when all stages accepted, and another's may still be on its way here.
+        if not share.accepted or share.done is not None:
             return "it comes outside the time of the stage's frames"
         length = 0
         for extent in frame.extents:
@@ -267,8 +268,8 @@ class SinkSession(Session):
             self.totals["bytes_received"] += incoming.frame.length
             self.totals["frames"] += 1
             if sink.phase is Phase.BOOTSTRAPPED:
-                sink.phase, sink.first_byte = Phase.TRANSFERRING, self._now
-            sink.last_byte = self._now
+                sink.phase = Phase.TRANSFERRING
+            sink.first_byte, sink.last_byte = sink.first_byte or self._now, self._now
             incoming.state = FrameState.VERIFYING
             self.emit(Verify(event.frame, incoming.frame.length, incoming.frame.checksum))
 

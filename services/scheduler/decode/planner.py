@@ -301,7 +301,7 @@ class DecodePlanner:
         self._rooms.totals[kinds.get(state, "requests_failed")] += 1
         if request.awaited:
             self._rooms.emit(ev.RoomEnded(request.asked.pair, request.room, end if isinstance(end, ev.Failure) else None))
-        if request.attached:
+        if request.attached or self._now >= request.attach_by:
             self._rooms.forget(request)
         else:
             request.state = Lingering()

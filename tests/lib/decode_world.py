@@ -1,0 +1,354 @@
+"""Everything around a decode planner, as a model that checks it: a prefill scheduler, agents, workers, clients, a ledger.
+
+Each verb is one thing that may happen; the model applies it, performs the effects, and asserts what must hold of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from services.contracts.events import DeadlinePassed
+from services.contracts.geometry import blocks_for
+from services.contracts.ids import BlockId, GlobalRank, Place, RequestId, Room, SlotId, Token
+from services.contracts.lifecycle import TERMINAL, State
+from services.contracts.placement import Manifest
+from services.scheduler.decode import events as ev
+from services.scheduler.decode.planner import DecodePlanner
+from services.scheduler.decode.shape import EngineShape
+
+END_TOKEN = Token(0)
+VOCABULARY = 40
+ORDER = [State.RESERVED, State.INSTALLED, State.DECODING, State.FINISHING, *sorted(TERMINAL)]
+
+
+def small_shape(**changes: object) -> EngineShape:
+    values: dict[str, object] = {
+        "engine_id": "decode-0", "epoch": 7, "replicas": 2, "tp_size": 2, "places": 4, "num_blocks": 16, "num_slots": 5,
+        "verify_width": 1, "max_model_len": 1500, "end_tokens": frozenset({END_TOKEN}), "buckets": (1, 2, 3), "graphs": True,
+        "request_timeout": 600.0,
+    }  # fmt: skip
+    return EngineShape(**{**values, **changes})  # pyright: ignore[reportArgumentType]
+
+
+@dataclass
+class ModelRoom:
+    """What the world knows of a room."""
+
+    asked: ev.ReserveAsked
+    manifest: Manifest | None = None
+    unready: set[GlobalRank] = field(default_factory=set)
+    undrained: set[GlobalRank] = field(default_factory=set)
+    anchor: ev.AgentRankReady | None = None  # what all ranks report
+    truth: list[Token] = field(default_factory=list)  # what the model really said: the anchor, then the rounds' tokens
+    published: list[Token] = field(default_factory=list)
+    client: ev.Client | None = None
+    client_left: bool = False
+    installed: bool = False
+    ended: bool = False  # RoomEnded was sent
+    end: ev.End | None = None  # on the client's stream
+    states: list[State] = field(default_factory=list)
+    step: int = 0
+
+    @property
+    def terminal(self) -> bool:
+        return bool(self.states) and self.states[-1] in TERMINAL
+
+
+@dataclass
+class ModelPlace:
+    room: Room
+    blocks: list[BlockId]
+    slot: SlotId
+    position: int
+
+
+class DecodeWorld:
+    def __init__(self, shape: EngineShape, seed: int = 0):
+        self.shape = shape
+        self.planner = DecodePlanner(shape)
+        self.now = 1000.0
+        self.random = Random(seed)
+        self.rooms: dict[Room, ModelRoom] = {}
+        self.clients: dict[ev.Client, Room] = {}
+        self.places: list[dict[Place, ModelPlace]] = [{} for _ in range(shape.replicas)]  # as the workers know them
+        self.out: ev.RoundPlan | None = None
+        self.rounds = 0
+        self.pair = ev.Pair(0)
+        self.refused: set[ev.Pair] = set()
+        self.lost: ev.Failure | None = None
+        self.emptied = 0
+        self._numbers = iter(range(1, 1 << 30))
+        self.connect_prefill()
+
+    # ---- what may happen
+    def connect_prefill(self) -> None:
+        self.pair = ev.Pair(next(self._numbers))
+        self.apply(ev.PrefillPaired(self.pair, "prefill-0"))
+
+    def lose_prefill(self) -> None:
+        self.apply(ev.PrefillLost(self.pair, "its stream ended"))
+        self.refused.discard(self.pair)
+        self.connect_prefill()
+
+    def reserve(
+        self, prompt: int, max_tokens: int, *, ignore_eos: bool = True, stops: tuple[Token, ...] = (), timeout: float = 0.0
+    ) -> Room:
+        number = next(self._numbers)
+        asked = ev.ReserveAsked(
+            pair=self.pair,
+            request_id=RequestId(f"r{number}"),
+            room=Room(number * 1_000_003),
+            attempt=self.random.randint(0, 3),
+            prompt_tokens=prompt,
+            prompt_hash=b"",
+            sampling=ev.Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stops),
+            timeout=timeout,
+        )
+        self.rooms[asked.room] = ModelRoom(asked)
+        self.apply(asked)
+        return asked.room
+
+    def rank_ready(self, room: Room, rank: GlobalRank | None = None, token: Token | None = None) -> None:
+        """One more rank has everything; without `rank` any that has not."""
+        model = self.rooms[room]
+        rank = self.random.choice(sorted(model.unready)) if rank is None else rank
+        if model.anchor is None:
+            anchor = self.token() if token is None else token
+            window = (anchor, *(self.token() for _ in range(self.shape.verify_width - 1)))
+            model.anchor = ev.AgentRankReady(
+                rank, room, model.asked.attempt, anchor, window, bytes=1000, first_byte=1.0, last_byte=3.0, cached_tokens=0
+            )
+            model.truth = [anchor]
+        model.unready.discard(rank)
+        template = model.anchor
+        self.apply(
+            ev.AgentRankReady(rank, room, template.attempt, template.token, template.window, 1000, 1.0, 3.0, cached_tokens=0)
+        )
+
+    def all_ready(self, room: Room, token: Token | None = None) -> None:
+        for rank in sorted(self.rooms[room].unready):
+            self.rank_ready(room, rank, token)
+
+    def rank_failed(self, room: Room) -> None:
+        model = self.rooms[room]
+        rank = self.random.choice(sorted(self.shape.ranks_of(model.manifest.replica)))  # pyright: ignore
+        self.apply(ev.AgentRoomFailed(rank, room, model.asked.attempt, ev.Failure("transfer_failed", "checksum", "PD_BYTES")))
+
+    def drained(self, room: Room, rank: GlobalRank | None = None) -> None:
+        model = self.rooms[room]
+        rank = self.random.choice(sorted(model.undrained)) if rank is None else rank
+        model.undrained.discard(rank)
+        self.apply(ev.AgentDrained(rank, room))
+
+    def all_drained(self, room: Room) -> None:
+        for rank in sorted(self.rooms[room].undrained):
+            self.drained(room, rank)
+
+    def cancel_room(self, room: Room, failure: ev.Failure | None = None, finished: bool = False) -> None:
+        self.apply(ev.CancelRoom(self.pair, room, "cancel", failure, finished))
+
+    def cancel_request(self, room: Room) -> None:
+        self.apply(ev.CancelRequested(self.rooms[room].asked.request_id, "enough"))
+
+    def attach(self, room: Room) -> ev.Client:
+        client = ev.Client(next(self._numbers))
+        model = self.rooms[room]
+        if model.client is None:
+            model.client = client
+            self.clients[client] = room
+        self.apply(ev.ClientAttached(client, model.asked.request_id, room))
+        assert not (model.terminal and self.planner.knows(model.asked.request_id)), "heard to the end and still kept"
+        return client
+
+    def client_gone(self, room: Room) -> None:
+        model = self.rooms[room]
+        assert model.client is not None
+        model.client_left = True
+        self.apply(ev.ClientGone(model.client))
+
+    def launch(self) -> ev.RoundPlan | None:
+        """Ask for a plan and let the workers take it."""
+        plan = self.planner.plan(self.now)
+        self.planner.check()
+        if plan is not None:
+            self._take(plan)
+        return plan
+
+    def round_done(self, choose: Token | None = None) -> None:
+        """The workers answer the round that is out, with random tokens unless told."""
+        plan, self.out = self.out, None
+        assert plan is not None
+        replicas: list[tuple[ev.PlaceTokens, ...]] = []
+        for replica, part in enumerate(plan.replicas):
+            entries: list[ev.PlaceTokens] = []
+            for place in part.live:
+                accepted = self.random.randint(1, self.shape.verify_width)
+                tokens = tuple(self.token() if choose is None else choose for _ in range(accepted))
+                window = (tokens[-1], *(self.token() for _ in range(self.shape.verify_width - 1)))
+                entries.append(ev.PlaceTokens(place, tokens, window))
+                known = self.places[replica][place]
+                known.position += accepted
+                self.rooms[known.room].truth += tokens
+            replicas.append(tuple(entries))
+        self.apply(ev.RoundDone(plan.round_id, tuple(replicas)))
+
+    def advance(self, seconds: float) -> None:
+        """Time passes; deadlines fire when they are due, as the shell does it."""
+        until = self.now + seconds
+        while (deadline := self.planner.next_deadline()) is not None and deadline <= until and self.lost is None:
+            self.now = max(self.now, deadline)
+            self.apply(DeadlinePassed())
+            after = self.planner.next_deadline()
+            assert after is None or after > self.now, "what is due stays due: the shell would spin"
+        self.now = until
+
+    def token(self) -> Token:
+        return Token(self.random.randrange(VOCABULARY))
+
+    def settle(self) -> None:
+        """Everybody goes: afterwards nothing may be held."""
+        if self.out is not None:
+            self.round_done()
+        for room in list(self.rooms):
+            self.cancel_request(room)
+        for room, model in self.rooms.items():
+            if model.undrained:
+                self.all_drained(room)
+        self.advance(1000)
+        held = {name: count for name, count in self.planner.counters().items() if count}
+        assert not held, f"left behind: {held}"
+        assert self.planner.next_deadline() is None
+        assert not self.refused, "someone waits for capacity that is there"
+        if self.launch() is not None:
+            self.round_done()
+        assert self.launch() is None
+        assert not any(self.places), "the workers still know places that ended"
+        assert self.lost is None
+
+    # ---- effects, and what must hold of them
+    def apply(self, event: object) -> None:
+        self.perform(self.planner.apply(event, self.now))
+        self.planner.check()
+
+    def perform(self, effects: list[ev.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case ev.AnswerReserve(accepted=accepted, failure=failure, pair=pair):
+                    assert not (accepted and failure)
+                    if not accepted and failure is None:
+                        self.refused.add(pair)
+                case ev.CapacityFreed(pair):
+                    self.refused.remove(pair)
+                case ev.ExpectManifest(ranks, manifest):
+                    self._expect(ranks, manifest)
+                case ev.CancelOnAgents(ranks, room):
+                    assert not self.rooms[room].installed and not self.rooms[room].undrained
+                    self.rooms[room].undrained = set(ranks)
+                    self.rooms[room].unready.clear()
+                case ev.RoomInstalled(_, room):
+                    model = self.rooms[room]
+                    assert not model.installed and not model.unready and not model.undrained
+                    model.installed = True
+                case ev.RoomEnded(_, room):
+                    assert not self.rooms[room].undrained, "the room ended while agents may write to it"
+                    self.rooms[room].ended = True
+                case ev.PublishTokens(client, tokens):
+                    model = self.rooms[self.clients[client]]
+                    assert model.end is None and not model.client_left and tokens
+                    model.published += tokens
+                    assert model.published == model.truth[: len(model.published)], "tokens lost, doubled or out of order"
+                case ev.PublishEnd(client, end):
+                    if client in self.clients:
+                        self._ended(self.rooms[self.clients[client]], end)
+                case ev.WriteTransition():
+                    self._journal(effect)
+                case ev.Emptied():
+                    self.emptied += 1
+                case ev.LoseEngine(failure):
+                    self.lost = failure
+
+    def _expect(self, ranks: tuple[GlobalRank, ...], manifest: Manifest) -> None:
+        model = self.rooms[manifest.room]
+        assert ranks == self.shape.ranks_of(manifest.replica)  # pyright: ignore
+        assert len(manifest.blocks) == blocks_for(manifest.prompt_tokens) == len(manifest.block_gens)
+        assert 0 not in manifest.blocks and manifest.slot != 0
+        for room, other in self.rooms.items():
+            if other.manifest is None or other.manifest.replica != manifest.replica:
+                continue
+            if other.undrained:
+                assert not set(other.manifest.blocks) & set(manifest.blocks), f"{room}'s agents may still write there"
+                assert other.manifest.slot != manifest.slot, f"{room}'s agents may still write there"
+        if self.out is not None:
+            for place in self.out.replicas[manifest.replica].live:
+                known = self.places[manifest.replica][place]
+                assert not set(known.blocks) & set(manifest.blocks), "the round that is out may still write there"
+                assert known.slot != manifest.slot, "the round that is out may still write there"
+        model.manifest, model.unready = manifest, set(ranks)
+
+    def _take(self, plan: ev.RoundPlan) -> None:
+        """The workers' side of a plan."""
+        assert self.out is None and plan.round_id == self.rounds + 1
+        self.rounds, self.out = plan.round_id, plan
+        assert len(plan.replicas) == self.shape.replicas
+        most = max(len(part.live) for part in plan.replicas)
+        fitting = [bucket for bucket in self.shape.buckets if bucket >= most]
+        assert plan.bucket == (0 if most == 0 else min(fitting) if fitting else most)
+        assert most or any(part.clears for part in plan.replicas), "a round for nobody"
+        for places, part in zip(self.places, plan.replicas, strict=True):
+            for place in part.clears:
+                del places[place]
+            for install in part.installs:
+                assert install.place not in places, "an install over a place that is not cleared"
+                model = self.rooms[install.room]
+                assert model.manifest is not None and model.anchor is not None
+                assert install.blocks[: len(model.manifest.blocks)] == model.manifest.blocks
+                assert install.slot == model.manifest.slot and install.window == model.anchor.window
+                places[install.place] = ModelPlace(install.room, list(install.blocks), install.slot, install.position)
+            for delta in part.deltas:
+                places[delta.place].blocks += delta.blocks
+            assert list(part.live) == sorted(places), "live places are those that the workers hold, ascending"
+            live_blocks = [block for place in part.live for block in places[place].blocks]
+            assert len(live_blocks) == len(set(live_blocks)), "two requests share a block"
+            for place in part.live:
+                rows = places[place].position + self.shape.verify_width
+                assert len(places[place].blocks) >= blocks_for(rows), "a round would write beyond its blocks"
+
+    def _ended(self, model: ModelRoom, end: ev.End) -> None:
+        assert model.end is None, "two ends on one stream"
+        model.end = end
+        if isinstance(end, ev.Finished):
+            assert model.published == self.answer(model), "not the answer that the stop rules ask for"
+            assert end.completion_tokens == len(model.published) and end.prompt_tokens == model.asked.prompt_tokens
+            assert end.stop_token == (model.published[-1] if end.reason == "stop" else None)
+
+    def answer(self, model: ModelRoom) -> list[Token]:
+        """The truth up to the first token that ends it."""
+        limit = self.limit(model)
+        for index, token in enumerate(model.truth[:limit]):
+            if token in self.stops(model):
+                return model.truth[: index + 1]
+        return model.truth[:limit]
+
+    def stops(self, model: ModelRoom) -> set[Token]:
+        sampling = model.asked.sampling
+        return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.shape.end_tokens)}
+
+    def limit(self, model: ModelRoom) -> int:
+        return min(model.asked.sampling.max_tokens, self.shape.max_model_len - model.asked.prompt_tokens)
+
+    def first_token_is_last(self, room: Room) -> bool:
+        """The prefill scheduler's rule: such a request ends there."""
+        model = self.rooms[room]
+        return self.limit(model) == 1 or model.truth[0] in self.stops(model)
+
+    def _journal(self, effect: ev.WriteTransition) -> None:
+        model = next(m for m in self.rooms.values() if m.asked.request_id == effect.request_id)
+        assert not model.terminal, f"{effect.state} after {model.states}"
+        assert effect.step > model.step and effect.attempt == model.asked.attempt
+        assert not model.states or ORDER.index(effect.state) > ORDER.index(model.states[-1])
+        model.states.append(effect.state)
+        model.step = effect.step
+
+    def that(self, condition: Callable[[ModelRoom], object]) -> list[Room]:
+        """Reserved rooms for which this holds, the oldest first."""
+        return [room for room, model in self.rooms.items() if model.manifest is not None and condition(model)]
