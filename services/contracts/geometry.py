@@ -93,6 +93,12 @@ class Geometry:
         ]  # fmt: skip
 
 
+def rows_ahead(verify_width: int) -> int:
+    """Positions from a request's anchor on that one decode round may write: `verify_width` rows, and behind the last that
+    may be accepted the drafter's block of verify_width - 1 (spec speculation §7)."""
+    return 2 * verify_width - 1
+
+
 def blocks_for(tokens: int) -> int:
     """Blocks that hold `tokens` rows."""
     return -(-tokens // BLOCK_TOKENS)

@@ -13,7 +13,7 @@ from services.contracts.model import ModelConfig, parse_model_config
 from services.contracts.topology import Topology
 from services.launch.make_checkpoint import K3, Plan, _config
 
-PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parent / "k3_dspark.json").read_text())
+PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "lib/k3_dspark.json").read_text())
 PARTITIONS = [(24, 23, 23, 23), (24, 24, 24, 21)]
 
 

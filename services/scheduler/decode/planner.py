@@ -236,7 +236,7 @@ class DecodePlanner:
     def _grow(self, pool: Pool, request: Request) -> bool:
         state = request.state
         assert isinstance(state, Installed | Decoding)
-        return pool.grow(state.holding, blocks_for(state.progress.position + self.shape.verify_width))
+        return pool.grow(state.holding, blocks_for(state.progress.position + self.shape.rows_ahead))
 
     def _abort(self, pool: Pool, newest: Request) -> None:
         self._rooms.totals["capacity_aborts"] += 1

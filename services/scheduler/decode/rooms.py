@@ -130,6 +130,6 @@ class Rooms:
 
     def check(self) -> None:
         invariants.check_pools(self.requests, self.pools)
-        invariants.check_residents(self.requests, self.residents, self.round, self.shape.verify_width)
+        invariants.check_residents(self.requests, self.residents, self.round, self.shape.rows_ahead)
         invariants.check_round(self.requests, self.round)
         invariants.check_clients(self.requests, self.clients, self.tombstones)
