@@ -267,6 +267,7 @@ class DecodePlanner:
     def _advance(self, request: Request, progress: Progress, entry: ev.PlaceTokens) -> None:
         if progress.rounds == 0:
             self._rooms.write(request, State.DECODING)
+        self._count_acceptance(progress, len(entry.tokens) - 1)
         progress.rounds += 1
         tokens, end = request.accept(progress, entry.tokens)
         progress.position += len(entry.tokens)
@@ -275,6 +276,22 @@ class DecodePlanner:
         self._rooms.publish(request, tokens)
         if end is not None:
             self._finish(request, end)
+
+    def _count_acceptance(self, progress: Progress, right: int) -> None:
+        """`right` proposals of a window were, whether or not the request ends before the last of them."""
+        drafted, totals = self.shape.verify_width - 1, self._rooms.totals
+        if not drafted:
+            return
+        progress.drafted += drafted
+        progress.accepted += right
+        totals["tokens_drafted"] += drafted
+        totals["tokens_accepted"] += right
+        totals["windows"] += 1
+        for k in range(1, right + 1):
+            totals[f"accepted_at_{k}"] += 1
+        if progress.rounds == 0:
+            totals["handoff_windows"] += 1
+            totals["handoff_accepted"] += right
 
     # ---- the end of an installed request
     def _finish(self, request: Request, end: ev.Finished | ev.Failure) -> None:

@@ -64,6 +64,8 @@ class Progress:
     last_token_at: float
     completion: int = 1  # tokens so far, the anchor among them
     rounds: int = 0
+    drafted: int = 0  # proposals that rounds have verified
+    accepted: int = 0  # of them right
 
 
 @dataclass(slots=True)

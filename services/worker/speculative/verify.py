@@ -20,7 +20,7 @@ def choose(logits: Tensor, rules: Sequence[Sampling], positions: Sequence[int]) 
     width = logits.shape[1]
     after = [position + row + 1 for position in positions for row in range(width)]
     tokens = sample(logits.flatten(0, 1), [rule for rule in rules for _ in range(width)], after)
-    return torch.tensor(tokens, device=logits.device).view(-1, width)
+    return torch.tensor(tokens, dtype=torch.long, device=logits.device).view(-1, width)
 
 
 def accepted(windows: Tensor, chosen: Tensor) -> Tensor:
