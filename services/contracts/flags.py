@@ -98,6 +98,8 @@ class FlagSet(BaseSettings):
                 continue
             if isinstance(value, bool):
                 words.append(flag(field) if value else "--no-" + flag(field)[2:])
+            elif spell(value).startswith("-"):
+                words.append(f"{flag(field)}={spell(value)}")
             else:
                 words += [flag(field), spell(value)]
         return words
@@ -159,7 +161,7 @@ def _translate(cls: type[FlagSet], error: ErrorDetails, labels: Mapping[str, str
     field = str(error["loc"][0])
     label = labels.get(field, flag(field))
     context = error.get("ctx", {})
-    text = cls.model_fields[field].description or "--help tells more"
+    text = f"it means: {cls.model_fields[field].description}"
     match error["type"]:
         case "missing":
             rule = "is required"

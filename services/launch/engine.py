@@ -1,7 +1,7 @@
 """One engine's processes on one node: who listens where, and the commands."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.contracts.arguments import EngineArguments
@@ -69,5 +69,12 @@ def engine_specs(arguments: EngineArguments, addresses: Addresses, state: StateD
     return specs
 
 
-def python_spec(name: str, module: str, flags: Sequence[str], stop_order: int, grace: float = 10.0) -> Spec:
-    return Spec(name, (sys.executable, "-m", module, *flags), stop_order, grace)
+def python_spec(
+    name: str,
+    module: str,
+    flags: Sequence[str],
+    stop_order: int,
+    grace: float = 10.0,
+    environment: Mapping[str, str] | None = None,
+) -> Spec:
+    return Spec(name, (sys.executable, "-m", module, *flags), stop_order, grace, environment or {})

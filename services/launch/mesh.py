@@ -24,9 +24,9 @@ LOOPBACK = "127.0.0.1"
 STOP_MARGIN_S = 10.0
 REDIS_CONF = """\
 port 0
-unixsocket {socket}
+unixsocket "{socket}"
 unixsocketperm 700
-dir {folder}
+dir "{folder}"
 appendonly yes
 appendfsync everysec
 save ""
@@ -40,8 +40,8 @@ class MeshArguments(FlagSet):
 
     topology: Literal["laptop", "laptop-tp2"] = Field(default="laptop", description="named argument sets of both engines")
     model: str = Field(description="directory of the checkpoint (config.json and safetensors)")
-    prefill: str = Field(default="", description='more flags of the prefill engine, in one word: "--max-num-seqs 8"')
-    decode: str = Field(default="", description="more flags of the decode engine, in one word")
+    prefill: str = Field(default="", description='more flags of the prefill engine: --prefill="--max-num-seqs 8"')
+    decode: str = Field(default="", description="more flags of the decode engine, likewise")
 
     @model_validator(mode="after")
     def _absolute(self) -> Self:
@@ -73,7 +73,7 @@ class UpArguments(MeshArguments):
     host: str = Field(default="127.0.0.1", description="address that the gateway's HTTP binds")
     port: int = Field(default=8000, ge=1, le=65535, description="HTTP port")
     state_dir: str = Field(default=".state", description="directory for logs, sockets and Redis files, of this mesh alone")
-    gateway: str = Field(default="", description="more flags of the gateway, in one word")
+    gateway: str = Field(default="", description="more flags of the gateway, likewise")
     redis_url: str = Field(default="", description="a Redis that runs already; unset, the mesh starts its own")
     foreground: bool = Field(default=False, description="stay until SIGINT or SIGTERM instead of returning when ready")
 
@@ -98,7 +98,7 @@ class LocalMesh:
                 param="redis_url",
             )
         self._arguments = arguments
-        GatewayArguments.parse(self._gateway_flags("127.0.0.1:1", "unix://"))
+        self._gateway_spec("127.0.0.1:1", "unix://")  # refuses what is wrong in --gateway
 
     def groups(self, state: StateDir) -> list[list[Group]]:
         """Redis, then the engines, then the gateway. Finds free ports and writes ports.json."""
@@ -112,9 +112,7 @@ class LocalMesh:
         at_p, at_d = (lay_out([LOOPBACK], e.world_size, list(islice(ports, ports_needed(e.world_size)))) for e in (p, d))
         state.write_addresses({"url": self.url, "redis": redis_url, p.engine_id: asdict(at_p), d.engine_id: asdict(at_d)})
 
-        flags = self._gateway_flags(at_p.scheduler, redis_url)
-        grace = GatewayArguments.parse(flags).shutdown_timeout + STOP_MARGIN_S
-        gateway = python_spec("gateway", "services.gateway.main", flags, GATEWAY, grace)
+        gateway = self._gateway_spec(at_p.scheduler, redis_url)
         timeout = p.startup_timeout
         stages = [
             [
@@ -125,11 +123,20 @@ class LocalMesh:
         ]
         return stages if self._arguments.redis_url else [[Group("redis", [redis_spec(state)], state, timeout)], *stages]
 
-    def _gateway_flags(self, prefill_address: str, redis_url: str) -> list[str]:
+    def _gateway_spec(self, prefill_address: str, redis_url: str) -> Spec:
+        """The API key goes by the environment: everyone may read a command line."""
         own = ["--host", self._arguments.host, "--port", str(self._arguments.port), "--prefill-address", prefill_address]
         served = ["--model", self.prefill.model, "--served-model-name", self.prefill.served_model_name]
         text = ["--tokenizer", self.prefill.tokenizer, "--redis-url", redis_url]
-        return [*own, *served, *text, *shlex.split(self._arguments.gateway)]
+        gateway = GatewayArguments.parse([*own, *served, *text, *shlex.split(self._arguments.gateway)])
+        return python_spec(
+            "gateway",
+            "services.gateway.main",
+            gateway.model_copy(update={"api_key": None}).argv(),
+            GATEWAY,
+            gateway.shutdown_timeout + STOP_MARGIN_S,
+            {"K3MESH_API_KEY": gateway.api_key} if gateway.api_key else {},
+        )
 
 
 def redis_spec(state: StateDir) -> Spec:

@@ -142,14 +142,19 @@ class Ledger:
         self._tasks.append(asyncio.ensure_future(self._beat(describe)))
 
     async def cancels(self) -> AsyncIterator[str]:
-        """Request ids that people put on k3:cancel, as they come."""
-        reader = redis.asyncio.from_url(self._url, socket_connect_timeout=2, decode_responses=True)
-        last = "$"
+        """Request ids that people put on k3:cancel, as they come; what comes during an outage of Redis is not missed."""
+        reader = redis.asyncio.from_url(self._url, socket_connect_timeout=2, socket_timeout=None, decode_responses=True)
+        last: str | None = None  # the newest entry that is known: only later ones count
         try:
             while True:
                 try:
-                    reply: Any = await reader.xread({"k3:cancel": last}, block=60_000)
-                    for entry_id, fields in reply[0][1] if reply else []:
+                    if last is None:
+                        newest: Any = await reader.xrevrange("k3:cancel", count=1)
+                        last = newest[0][0] if newest else "0-0"
+                    since: Any = {"k3:cancel": last}
+                    reply: Any = await reader.xread(since, block=0)
+                    entries = reply["k3:cancel"][0] if isinstance(reply, dict) else reply[0][1]
+                    for entry_id, fields in entries:
                         last = entry_id
                         if request_id := fields.get("request_id"):
                             yield request_id

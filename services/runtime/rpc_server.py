@@ -18,7 +18,7 @@ SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
     ("grpc.max_send_message_length", MESSAGE_LIMIT),
     ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # clients may ping an idle stream
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 3_000),  # clients may ping an idle stream
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),

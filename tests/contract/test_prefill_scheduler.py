@@ -1,6 +1,7 @@
 """The prefill scheduler's process, in this one: real gRPC, real Redis, peers that play a script at the far ends."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,7 @@ async def test_a_request_is_queued_attached_prefilled_in_chunks_and_handed_over(
     asked = peers.decode.reserved[0]
     assert events[1].attached == request_pb2.Attached(decode_address=peers.decode.address, room=asked.room)
     assert (asked.request_id, asked.attempt, asked.prompt_tokens) == ("r1", 1, 600)
+    assert asked.prompt_hash == hashlib.sha256(pack(prompt)).digest()
     assert asked.sampling.top_k == 5 and 0 < asked.timeout_ms <= 600_000
 
     first, second = (worker.steps for worker in peers.workers)

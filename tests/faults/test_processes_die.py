@@ -71,9 +71,12 @@ async def test_a_killed_process_ends_its_requests_with_typed_errors_and_the_mesh
 async def test_redis_may_go_and_come_back_while_requests_run(mesh: Mesh):
     await healthy(mesh)
     running = [asyncio.ensure_future(run(mesh, prompt)) for prompt in prompts(4, [3, 300], 1024, 10)]
-    await asyncio.sleep(0.3)
+    async with asyncio.timeout(10):
+        while (await mesh.inspect())["decode-0.scheduler"].counters["resident"] < 4:
+            await asyncio.sleep(0.01)
     mesh.signal("redis", signal.SIGKILL)
-    assert all(isinstance(end, Answer) for end in await asyncio.gather(*running))
+    ends = await asyncio.gather(*running)
+    assert all(isinstance(end, Answer) for end in ends), ends
     async with asyncio.timeout(20):
         while not isinstance(await run(mesh, [1, 2, 3]), Answer):
             await asyncio.sleep(0.1)

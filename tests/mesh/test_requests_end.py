@@ -28,8 +28,9 @@ async def test_a_client_that_leaves_while_tokens_flow_frees_everything_within_a_
     async with httpx.AsyncClient(base_url=mesh.url, timeout=30) as client:
         body = {"prompt": prompts(1, [200], 1024, 1)[0], "stream": True, **LONG}
         async with client.stream("POST", "/v1/completions", json=body) as response:
-            await first_token(response)
+            lines = await first_token(response)
             assert await in_use(mesh), "the request holds something while it runs"
+            await lines.aclose()
     await assert_nothing_left(mesh, within=1.0)
 
 

@@ -213,6 +213,34 @@ def test_a_decode_place_is_given_back_when_blocks_stay_taken_and_asked_for_again
     assert isinstance(world.clients[second].last, ev.PublishHandedOver) and world.clients[second].attached == 2
 
 
+def test_no_younger_prompt_starts_before_one_that_waits_for_blocks():
+    world = world_of(num_blocks=21, places=8, num_slots=9)
+    world.arrive(1400, timeout=300)
+    start(world)
+    run_steps(world)
+    big = world.arrive(2000, timeout=300)
+    start(world)
+    small = world.arrive(10, timeout=300)
+    start(world)
+    assert phase(world, big) is phase(world, small) is Phase.READY
+    world.advance(2.1)
+    assert phase(world, big) is phase(world, small) is Phase.RELEASING, "both decode places are given back"
+    world.settle()
+    world.check_at_rest()
+    order = list(dict.fromkeys(row.request_id for step in world.steps for row in step.rows))
+    assert order.index(big) < order.index(small)
+
+
+def test_a_decode_place_is_kept_by_a_prompt_that_waits_for_its_turn_only():
+    world = world_of(stages=1, num_blocks=60, places=8, num_slots=9, max_num_seqs=1)
+    world.arrive(2500, timeout=300)
+    start(world)
+    second = world.arrive(10, timeout=300)
+    start(world)
+    world.advance(10)
+    assert phase(world, second) is Phase.READY
+
+
 def test_no_prompt_starts_that_could_take_the_blocks_which_a_running_one_still_needs():
     world = world_of(stages=1, num_blocks=21)
     world.arrive(2000, timeout=300)

@@ -8,9 +8,11 @@ import pytest
 from k3mesh.errors import ConfigError
 from services.launch import make_checkpoint
 from services.launch.engine import lay_out, ports_needed
-from services.launch.mesh import MeshArguments
+from services.launch.mesh import LocalMesh, MeshArguments, UpArguments
 from services.launch.ports import FIRST, LAST, free_ports, require_free
+from services.launch.state import StateDir
 from services.launch.topologies import TOPOLOGIES
+from tests.lib.mesh import short_folder
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +80,22 @@ def test_a_port_in_use_is_refused_by_flag_and_value():
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"--port {port}: 127\.0\.0\.1:{port} is in use"):
             require_free("127.0.0.1", port)
+
+
+def test_an_api_key_reaches_the_gateway_by_its_environment_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("K3MESH_API_KEY", "secret-1")
+    with short_folder() as folder:
+        words = ["--model", str(checkpoint), "--state-dir", str(folder), "--port", str(free_ports(1)[0])]
+        state = StateDir(folder)
+        state.create()
+        specs = [s for stage in LocalMesh(UpArguments.parse(words)).groups(state) for group in stage for s in group.specs]
+    assert {spec.name: dict(spec.environment) for spec in specs if spec.environment} == {
+        "gateway": {"K3MESH_API_KEY": "secret-1"}
+    }
+    assert not [spec.name for spec in specs if "secret-1" in " ".join(spec.command)]
+
+
+def test_flags_within_a_flag_survive_the_way_to_the_supervisor():
+    words = ["--model", "/m", "--decode=--enforce-eager", "--gateway", "--max-body-bytes 9"]
+    arguments = UpArguments.parse(words)
+    assert UpArguments.parse(arguments.argv()) == arguments and arguments.decode == "--enforce-eager"

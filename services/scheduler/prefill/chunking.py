@@ -1,6 +1,7 @@
 """How a batch of prompt chunks is filled (spec scheduling §2.1 step 4, §2.2, §3.6)."""
 
 from dataclasses import dataclass
+from math import inf
 
 from services.contracts.geometry import blocks_for
 from services.contracts.ids import BLOCK_TOKENS
@@ -58,12 +59,24 @@ def fill(roster: Roster) -> tuple[ChunkRow, ...]:
             if is_long(request.prompt_tokens) and not budget.spent:
                 continue  # a short prompt may use what is left
             break
-        if not _start(request, roster):
+        if roster.lacks_blocks(request):
             break
+        _start(request, roster)
         row = _chunk(request, budget, roster)
         assert row is not None
         rows.append(row)
+    _hold_places(roster)
     return tuple(rows)
+
+
+def _hold_places(roster: Roster) -> None:
+    """Who has a decode place and waits for its turn keeps it; if the first in line finds no blocks here, for a while only."""
+    blocked = bool(roster.ready) and roster.lacks_blocks(roster.ready[0])
+    for request in roster.ready:
+        assert isinstance(request.state, Ready)
+        until = roster.now + roster.limits.hold_timeout
+        request.state.hold_until = min(request.state.hold_until, until) if blocked else inf
+        roster.timers.arm(request)
 
 
 def _short_demand(roster: Roster) -> int:
@@ -76,19 +89,13 @@ def _short_demand(roster: Roster) -> int:
     )
 
 
-def _start(request: Request, roster: Roster) -> bool:
-    """Give the prompt its slot and the promise of its blocks; else hold its decode place for a while."""
-    state = request.state
-    assert isinstance(state, Ready)
-    blocks = roster.limits.prompt_blocks(request.prompt_tokens)
-    if not roster.pool.fits(blocks):
-        state.hold_until = min(state.hold_until, roster.now + roster.limits.hold_timeout)
-        roster.timers.arm(request)
-        return False
+def _start(request: Request, roster: Roster) -> None:
+    """Give the prompt its slot and the promise of its blocks."""
     request.timeline.started = roster.now
+    roster.wanting.discard(request)
     roster.write(request, State.PREFILLING, report.started(request))
+    blocks = roster.limits.prompt_blocks(request.prompt_tokens)
     roster.enter(request, Prefilling(roster.pool.start(blocks), set(roster.ranks)))
-    return True
 
 
 def _chunk(request: Request, budget: Budget, roster: Roster) -> ChunkRow | None:

@@ -4,6 +4,7 @@ what it held may be used again (spec scheduling §2, §4, §6, §7). The states 
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
+from math import inf
 from random import Random
 from typing import Any, ClassVar
 
@@ -31,7 +32,6 @@ from services.scheduler.prefill.roster import Roster
 
 TRIED_AGAIN = {"PD_TRANSFER"}  # transfer errors that a new room may cure; the others would come back
 MAX_TRANSFERS = 2  # attempts of one request that may end with such an error
-PINNED = {Phase.TRANSFERRING, Phase.HANDED_OVER, Phase.RELEASING}
 BEFORE_HANDOFF = (Phase.BOOTSTRAPPING, Phase.READY, Phase.PREFILLING, Phase.TRANSFERRING)
 
 
@@ -83,18 +83,7 @@ class PrefillPlanner:
 
     def counters(self) -> dict[str, int]:
         """What is going on now; all 0 when nothing is."""
-        phases, pool = self.roster.phases, self.roster.pool
-        return {
-            "queued": phases[Phase.QUEUED],
-            "reserving": phases[Phase.RESERVING] + phases[Phase.BOOTSTRAPPING] + phases[Phase.READY],
-            "running": phases[Phase.PREFILLING],
-            "transferring": phases[Phase.TRANSFERRING] + phases[Phase.HANDED_OVER],
-            "releasing": phases[Phase.RELEASING],
-            "blocks_used": pool.blocks.used,
-            "slots_used": pool.slots.used,
-            "pins": sum(r.phase in PINNED and r.holding is not None for r in self.roster.requests.values()),
-            "batches_in_flight": len(self.pipeline.steps),
-        }
+        return {**self.roster.counters(), "batches_in_flight": len(self.pipeline.steps)}
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -151,7 +140,7 @@ class PrefillPlanner:
         if asking or not roster.queue or ahead >= self.limits.reserved_ahead:
             return
         head = roster.queue[0]
-        if head.wants_blocks and not roster.pool.fits(self.limits.prompt_blocks(head.prompt_tokens)):
+        if head in roster.wanting and roster.lacks_blocks(head):
             return
         head.room = self._new_room()
         roster.rooms[head.room] = head
@@ -339,8 +328,10 @@ class PrefillPlanner:
             case Bootstrapping(waiting=ranks):
                 message = f"agents of ranks {sorted(ranks)} did not accept the manifest within {limits.ready_timeout:g} s"
                 roster.stop(request, State.FAILED, ev.Failure("transfer_failed", message, "PD_TIMEOUT_BOOT"))
+            case Ready() as state if not roster.lacks_blocks(request):
+                state.hold_until = inf
             case Ready():
-                request.wants_blocks = True
+                roster.wanting.add(request)
                 roster.release(request, State.QUEUED)
             case Transferring():
                 message = f"the decode engine has not installed the request {limits.transfer_timeout:g} s after its first token"
@@ -365,22 +356,9 @@ class PrefillPlanner:
         self._decode_full = False
 
     def _decode_lost(self, event: ev.DecodeLost) -> None:
-        """Nobody on D can go on with what is not installed there. What it has installed is between D and the client."""
         self.decode, self._decode_full = None, False
-        failure = ev.Failure(
-            "engine_lost", f"the decode engine was lost ({event.reason}); try again in a few seconds", "DECODE"
-        )
-        for request in list(self.roster.requests.values()):
-            match request.state:
-                case Releasing() as state:
-                    if not request.told:
-                        self.roster.stop(request, State.FAILED, failure)
-                    state.on_decode = False
-                    self.roster.settle(request)
-                case _ if request.is_handed_over:
-                    self.roster.release(request, State.INSTALLED, on_decode=False)
-                case _:
-                    self.roster.stop(request, State.FAILED, failure, on_decode=False)
+        message = f"the decode engine was lost ({event.reason}); try again in a few seconds"
+        self.roster.lose_decode(ev.Failure("engine_lost", message, "DECODE"))
 
     def _engine_failed(self, event: ev.EngineFailed) -> None:
         self._lose(event.failure.message)
@@ -388,24 +366,10 @@ class PrefillPlanner:
     def _lose(self, reason: str) -> None:
         """Fail everyone and stop for good: the supervisor starts the engine anew."""
         failure = ev.Failure("engine_lost", f"prefill engine {self.limits.engine_id}: {reason}; try again in a few seconds")
-        for request in list(self.roster.requests.values()):
-            if (holding := request.holding) is not None:
-                self.roster.pool.give_back(holding)
-            self.roster.end(request, self._fate(request, failure))
+        self.roster.lose_engine(failure)
         self.pipeline.steps.clear()
         self.decode, self._lost = None, True
         self.roster.emit(ev.LoseEngine(failure))
-
-    def _fate(self, request: Request, failure: ev.Failure) -> State:
-        """What becomes of a request whose engine is lost: what had been decided before, else it fails."""
-        if request.is_handed_over:
-            return State.INSTALLED
-        match request.state:
-            case Reserving(then=then) | Releasing(then=then) if then in TERMINAL:
-                return then
-            case _:
-                self.roster.tell(request, failure)
-                return State.FAILED
 
     def _drain(self, _: ev.DrainAsked) -> None:
         self.draining = self._emptied_due = True

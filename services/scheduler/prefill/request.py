@@ -58,7 +58,7 @@ class Bootstrapping:
 @dataclass(slots=True)
 class Ready:
     phase: ClassVar = Phase.READY
-    hold_until: float = inf  # its turn has come, but its blocks are not free
+    hold_until: float = inf  # gives the decode place back then: the line waits for blocks here
 
 
 @dataclass(slots=True)
@@ -129,7 +129,6 @@ class Request:
     room: Room = NO_ROOM  # of this attempt; none while it is queued
     replica: Replica = FIRST_REPLICA
     prefix_tokens: int = 0
-    wants_blocks: bool = False  # gave its decode place back once: reserve again when its blocks are free here
     transfers_failed: int = 0
     failure: Failure | None = None  # why it is over
     told: bool = False  # its client has had the last word

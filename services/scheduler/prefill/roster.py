@@ -33,6 +33,11 @@ ENDS = {
     State.INSTALLED: "requests_handed_over",
 }
 
+TOTALS = (
+    *ENDS.values(), "requests_received", "requests_refused", "prompt_tokens", "steps", "late_messages",
+)  # fmt: skip
+PINNED = {Phase.TRANSFERRING, Phase.HANDED_OVER, Phase.RELEASING}
+
 
 class Roster:
     """The planner's data and its verbs. `now` is the time of the event under way, `effects` what it has led to so far."""
@@ -47,8 +52,9 @@ class Roster:
         self.queue: list[Request] = []  # QUEUED, by arrival
         self.ready: list[Request] = []  # READY, by arrival
         self.incomplete: list[Request] = []  # PREFILLING with prompt left, in the order in which they started
+        self.wanting: set[Request] = set()  # gave their decode place back for want of blocks here, and have not started
         self.timers = Timers()
-        self.totals: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
         self.now = 0.0
         self.effects: list[ev.Effect] = []
 
@@ -92,6 +98,25 @@ class Roster:
                 self.incomplete.remove(request)
             case _:
                 pass
+
+    # ---- questions
+    def lacks_blocks(self, request: Request) -> bool:
+        """It cannot start: its blocks or its slot are not free, or an older prompt waits for some."""
+        fits = self.pool.fits(self.limits.prompt_blocks(request.prompt_tokens))
+        return not fits or any(other.order < request.order for other in self.wanting)
+
+    def counters(self) -> dict[str, int]:
+        """What is going on now; all 0 when nothing is."""
+        return {
+            "queued": self.phases[Phase.QUEUED],
+            "reserving": self.phases[Phase.RESERVING] + self.phases[Phase.BOOTSTRAPPING] + self.phases[Phase.READY],
+            "running": self.phases[Phase.PREFILLING],
+            "transferring": self.phases[Phase.TRANSFERRING] + self.phases[Phase.HANDED_OVER],
+            "releasing": self.phases[Phase.RELEASING],
+            "blocks_used": self.pool.blocks.used,
+            "slots_used": self.pool.slots.used,
+            "pins": sum(request.phase in PINNED and request.holding is not None for request in self.requests.values()),
+        }
 
     # ---- the ways out
     def stop(self, request: Request, then: State, failure: ev.Failure, on_decode: bool = True) -> None:
@@ -170,6 +195,7 @@ class Roster:
         """Nothing of it is left here. INSTALLED: it lives on at D."""
         self._step_aside(request)
         self.rooms.pop(request.room, None)
+        self.wanting.discard(request)
         del self.requests[request.request_id]
         self.timers.disarm(request)
         self.totals[ENDS[state]] += 1
@@ -178,6 +204,39 @@ class Roster:
         elif state is not State.FINISHED:  # that was written when it happened
             self.write(request, state, report.ended(request))
         self.emit(ev.RequestGone(request.request_id))
+
+    # ---- loss
+    def lose_decode(self, failure: ev.Failure) -> None:
+        """Nobody on D can go on with what is not installed there. What it has installed is between D and the client."""
+        for request in list(self.requests.values()):
+            match request.state:
+                case Releasing() as state:
+                    if not request.told:
+                        self.stop(request, State.FAILED, failure)
+                    state.on_decode = False
+                    self.settle(request)
+                case _ if request.is_handed_over:
+                    self.release(request, State.INSTALLED, on_decode=False)
+                case _:
+                    self.stop(request, State.FAILED, failure, on_decode=False)
+
+    def lose_engine(self, failure: ev.Failure) -> None:
+        """End every request at once: the memory is gone with the engine."""
+        for request in list(self.requests.values()):
+            if (holding := request.holding) is not None:
+                self.pool.give_back(holding)
+            self.end(request, self._fate(request, failure))
+
+    def _fate(self, request: Request, failure: ev.Failure) -> State:
+        """What becomes of a request whose engine is lost: what had been decided before, else it fails."""
+        if request.is_handed_over:
+            return State.INSTALLED
+        match request.state:
+            case Reserving(then=then) | Releasing(then=then) if then in TERMINAL:
+                return then
+            case _:
+                self.tell(request, failure)
+                return State.FAILED
 
     # ---- effects
     def write(self, request: Request, state: State, fields: report.Fields) -> None:
