@@ -250,8 +250,11 @@ class DecodeWorld:
                     assert not model.installed and not model.unready and not model.undrained
                     model.installed = True
                 case ev.RoomEnded(_, room):
-                    assert not self.rooms[room].undrained, "the room ended while agents may write to it"
-                    self.rooms[room].ended = True
+                    model = self.rooms.get(room)
+                    if model is not None:
+                        dead = any(isinstance(other, ev.LoseEngine) for other in effects)
+                        assert dead or not model.undrained, "the room ended while agents may write to it"
+                        model.ended = True
                 case ev.PublishTokens(client, tokens):
                     model = self.rooms[self.clients[client]]
                     assert model.end is None and not model.client_left and tokens

@@ -8,7 +8,7 @@ from k3mesh.v1 import request_pb2
 from services.contracts.ids import RequestId, Room
 from services.scheduler.decode import events as ev
 from services.scheduler.decode import wire
-from services.scheduler.decode.streams import Outbox
+from services.scheduler.streams import Outbox
 
 
 class Clients:

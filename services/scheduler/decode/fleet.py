@@ -14,7 +14,7 @@ from services.runtime.channels import open_channel
 from services.scheduler.decode import events as ev
 from services.scheduler.decode import wire
 from services.scheduler.decode.shape import EngineShape
-from services.scheduler.decode.streams import Drive
+from services.scheduler.streams import Drive
 
 PAIR_S = 60.0  # agents link to a prefill engine within this
 

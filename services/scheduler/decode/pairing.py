@@ -13,7 +13,7 @@ from services.scheduler.decode import events as ev
 from services.scheduler.decode import wire
 from services.scheduler.decode.fleet import Fleet
 from services.scheduler.decode.shape import EngineShape
-from services.scheduler.decode.streams import Outbox
+from services.scheduler.streams import Outbox
 
 HELLO_S = 10.0  # from the opening of a stream to its hello
 

@@ -39,6 +39,7 @@ class Rooms:
         self.tombstones = Tombstones()
         self.round: LaunchedRound | None = None
         self.capacity_freed = False  # by the event at hand
+        self.now = 0.0  # of the event at hand
         self.effects: list[ev.Effect] = []
 
     def __iter__(self) -> Iterator[Request]:
@@ -65,6 +66,10 @@ class Rooms:
         request.end = end
         if request.client is not None:
             self.emit(ev.PublishEnd(request.client, end))
+
+    def ignore(self, _request: Request, _event: object) -> None:
+        """A message that came too late to matter."""
+        self.totals["late_messages"] += 1
 
     def give_back(self, holding: Holding) -> None:
         self.pools[holding.replica].give_back(holding)

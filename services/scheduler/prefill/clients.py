@@ -9,8 +9,8 @@ import services.scheduler.prefill.events as ev
 from k3mesh.errors import BadRequest
 from k3mesh.v1 import request_pb2
 from services.contracts.ids import RequestId
-from services.scheduler.decode.streams import Outbox
 from services.scheduler.prefill import wire
+from services.scheduler.streams import Outbox
 
 LAST = ev.PublishFinished | ev.PublishFailure | ev.PublishHandedOver
 

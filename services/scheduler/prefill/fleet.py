@@ -13,9 +13,9 @@ from k3mesh.v1 import transfer_pb2_grpc, worker_pb2_grpc
 from services.contracts.arguments import SchedulerArguments
 from services.contracts.ids import GlobalRank, RequestId
 from services.runtime.channels import open_channel
-from services.scheduler.decode.streams import Drive
 from services.scheduler.prefill import wire
 from services.scheduler.prefill.admission import Limits
+from services.scheduler.streams import Drive
 
 Hello = TypeVar("Hello", wire.WorkerHello, wire.AgentHello)
 

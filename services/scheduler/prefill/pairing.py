@@ -12,8 +12,8 @@ from k3mesh.v1 import request_pb2, request_pb2_grpc
 from services.contracts.ids import RequestId
 from services.runtime.channels import open_channel, translate
 from services.runtime.telemetry import log
-from services.scheduler.decode.streams import Drive
 from services.scheduler.prefill import wire
+from services.scheduler.streams import Drive
 
 HELLO_S = 90.0  # the decode scheduler answers when its agents have linked to ours, for which it takes 60 s at most
 CANCEL_S = 5.0

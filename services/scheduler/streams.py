@@ -1,4 +1,4 @@
-"""The two ends of a gRPC stream as this scheduler uses them: what it serves (Outbox) and what it opens (Drive)."""
+"""The two ends of a gRPC stream as the schedulers use them: what it serves (Outbox) and what it opens (Drive)."""
 
 import asyncio
 from collections import deque

@@ -1,0 +1,143 @@
+"""Rounds, and the requests that live in them until they end (spec scheduling §3.1, §3.5)."""
+
+import services.scheduler.decode.events as ev
+from services.contracts.geometry import blocks_for
+from services.contracts.lifecycle import State
+from services.scheduler.decode import report
+from services.scheduler.decode.capacity import Holding, Pool
+from services.scheduler.decode.request import Decoding, Finishing, Installed, Lingering, Progress, Request
+from services.scheduler.decode.rooms import Rooms
+from services.scheduler.decode.rounds import launch, mismatch
+
+
+class Residents:
+    """Handlers of rooms that are INSTALLED, DECODING or FINISHING, and of the rounds that they take part in."""
+
+    def __init__(self, rooms: Rooms):
+        self._rooms = rooms
+        self._width = rooms.shape.verify_width
+        self._rounds_launched = 0
+
+    def plan(self, now: float) -> ev.RoundPlan | None:
+        """The next round, or None while one is out or when there is nothing to do."""
+        rooms = self._rooms
+        if rooms.round is not None:
+            return None
+        launched = launch(self._rounds_launched + 1, rooms.shape, rooms.pools, rooms.residents, now)
+        if launched is None:
+            return None
+        self._rounds_launched += 1
+        plan, rooms.round = launched
+        return plan
+
+    def round_done(self, done: ev.RoundDone) -> str | None:
+        """Count and publish what a round brought -> why the answer cannot be, if so; the engine is lost then."""
+        launched, problem = self._rooms.round, mismatch(self._rooms.round, done, self._width)
+        if problem is not None or launched is None:
+            return problem
+        self._rooms.round = None
+        self._rooms.totals["rounds"] += 1
+        for rows, entries in zip(launched.rows, done.replicas, strict=True):
+            for (_, room), entry in zip(rows, entries, strict=True):
+                request = self._rooms.requests[room]
+                match request.state:
+                    case Decoding(progress=progress):
+                        self._advance(request, progress, entry)
+                    case Finishing(holding=holding, progress=progress):
+                        self._leave(request, holding, progress)
+                    case state:
+                        raise RuntimeError(f"room {room} was in round {done.round_id} and is {state.phase.name} now")
+        return None
+
+    def _advance(self, request: Request, progress: Progress, entry: ev.PlaceTokens) -> None:
+        if progress.rounds == 0:
+            self._rooms.write(request, State.DECODING)
+        self._count_acceptance(progress, len(entry.tokens) - 1)
+        progress.rounds += 1
+        tokens, end = request.accept(progress, entry.tokens)
+        progress.position += len(entry.tokens)
+        progress.window = entry.window
+        progress.last_token_at = self._rooms.now
+        self._rooms.publish(request, tokens)
+        if end is not None:
+            self._finish(request, end)
+
+    def _count_acceptance(self, progress: Progress, right: int) -> None:
+        """`right` proposals of a window were, whether or not the request ends before the last of them."""
+        drafted, totals = self._width - 1, self._rooms.totals
+        if not drafted:
+            return
+        progress.drafted += drafted
+        progress.accepted += right
+        totals["tokens_drafted"] += drafted
+        totals["tokens_accepted"] += right
+        totals["windows"] += 1
+        for k in range(1, right + 1):
+            totals[f"accepted_at_{k}"] += 1
+        if progress.rounds == 0:
+            totals["handoff_windows"] += 1
+            totals["handoff_accepted"] += right
+
+    # ---- capacity
+    def secure_next_rows(self) -> None:
+        """Give every resident the blocks of its next round; the oldest first, at the cost of the newest."""
+        if self._rooms.round is not None:
+            return  # nobody may be aborted now, and nobody's position is known
+        for pool, residents in zip(self._rooms.pools, self._rooms.residents, strict=True):
+            for room in list(residents):
+                while (request := residents.get(room)) is not None and not self._grow(pool, request):
+                    self._abort(pool, residents[next(reversed(residents))])
+
+    def _grow(self, pool: Pool, request: Request) -> bool:
+        state = request.state
+        assert isinstance(state, Installed | Decoding)
+        return pool.grow(state.holding, blocks_for(state.progress.position + self._rooms.shape.rows_ahead))
+
+    def _abort(self, pool: Pool, newest: Request) -> None:
+        self._rooms.totals["capacity_aborts"] += 1
+        message = (
+            f"decode replica {pool.replica} has no free block left of {pool.blocks.capacity}, and this request is the newest "
+            "of those that grow there; try again, or give the decode engine more blocks or a lower --max-num-seqs"
+        )
+        self._finish(newest, ev.Failure("capacity_aborted", message))
+
+    # ---- the end
+    def end(self, request: Request, event: ev.EndAsked) -> None:
+        self._finish(request, event.failure or ev.Failure("cancelled", f"{request.asked.request_id} was cancelled"))
+
+    def _finish(self, request: Request, end: ev.Finished | ev.Failure) -> None:
+        """No new rounds; what it holds stays while a launched round may write to it."""
+        state = request.state
+        assert isinstance(state, Installed | Decoding)
+        del self._rooms.residents[state.holding.replica][request.room]
+        self._rooms.write(request, State.FINISHING)
+        self._rooms.end(request, end)
+        if isinstance(state, Decoding):
+            self._rooms.pools[state.holding.replica].clears.add(state.holding.place)
+            if self._rooms.round is not None and state.round_id == self._rooms.round.round_id:
+                request.state = Finishing(state.holding, state.progress, state.round_id)
+                return
+        self._leave(request, state.holding, state.progress)
+
+    def lose(self, request: Request, failure: ev.Failure) -> None:
+        """The engine is gone: no round is out any more."""
+        match request.state:
+            case Finishing(holding=holding, progress=progress):
+                self._leave(request, holding, progress)
+            case _:
+                self._finish(request, failure)
+
+    def _leave(self, request: Request, holding: Holding, progress: Progress) -> None:
+        rooms, end = self._rooms, request.end
+        assert isinstance(end, ev.Finished | ev.Failure)
+        rooms.give_back(holding)
+        state, fields = report.ended(end, progress)
+        rooms.write(request, state, fields)
+        kinds = {State.FINISHED: "requests_finished", State.CANCELLED: "requests_cancelled"}
+        rooms.totals[kinds.get(state, "requests_failed")] += 1
+        if request.awaited:
+            rooms.emit(ev.RoomEnded(request.asked.pair, request.room, end if isinstance(end, ev.Failure) else None))
+        if request.attached or rooms.now >= request.attach_by:
+            rooms.forget(request)
+        else:
+            request.state = Lingering()
