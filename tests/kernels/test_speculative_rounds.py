@@ -119,6 +119,15 @@ def test_draft_rows_after_rounds_are_those_of_a_prefill_over_the_same_tokens(pla
         assert near(row[:last], reference[:last])
 
 
+def test_draft_rows_do_not_depend_on_chunks(rank: SpeculativeRank):
+    prompt = prompt_of(300, 12)
+    whole, parts = Job(prompt, slot=1, blocks=(1, 2, 3)), Job(prompt, slot=2, blocks=(6, 5, 4))
+    assert rank.start(whole).window == rank.start(parts, chunks=[128, 256]).window
+    for pool in rank.caches.draft.values():
+        one, other = (torch.cat([pool[b, :, 0] for b in job.blocks])[:300] for job in (whole, parts))
+        assert near(other, one)
+
+
 def test_requests_of_one_batch_accept_different_lengths(plain: SpeculativeRank, rank: SpeculativeRank):
     jobs = [
         Job(prompt_of(40, 6), place=0, slot=1, blocks=(1, 2, 3)),
