@@ -34,6 +34,8 @@ OPTIONS = [
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # else a minute, whatever the keepalive's timeout
+    ("grpc.http2.max_pings_without_data", 0),  # else a silent stream is pinged twice only
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 

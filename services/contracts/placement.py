@@ -221,10 +221,9 @@ def pair_check(p_stages: Sequence[Placement], d: Placement) -> None:
     Raises ConfigError (detail PD_CONTRACT) that names the field at fault and both values (§4 rules 1 to 5, §6).
     """
     d.check()
-    for place in (d, *p_stages):
-        wanted = "decode" if place is d else "prefill"
-        if place.role != wanted:
-            raise _refusal(f"{place.name}: role {place.role!r} where {wanted!r} is needed; correct the addresses of the pair")
+    for record, role in ((d, "decode"), *((p, "prefill") for p in p_stages)):
+        if record.role != role:
+            raise _refusal(f"{record.name}: role {record.role!r} where {role!r} is needed; correct the addresses of the pair")
     for index, p in enumerate(p_stages):
         p.check()
         if (p.stage, p.num_stages) != (index, len(p_stages)):

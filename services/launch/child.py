@@ -1,11 +1,15 @@
-"""One child process: started in a session of its own, heard through sd_notify, never outliving the supervisor."""
+"""One child process: started in a session of its own, heard through sd_notify, never outliving the supervisor.
+
+A child that has said WATCHDOG=1 once must go on saying it: one that is stopped or hangs is killed, which its group takes as
+its death. A program that does not know the watchdog may have a probe instead.
+"""
 
 import asyncio
 import contextlib
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +20,7 @@ from services.runtime.process import EXIT_CONFIG, EXIT_ENGINE_LOST
 
 ROOT = Path(__file__).resolve().parents[2]
 TAIL_BYTES = 4096
+BEAT_S, MISSED_BEATS = 4.0, 2  # two waits, not one of twice the time: a machine that sleeps makes one of them end early
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,7 @@ class Spec:
     stop_order: int
     grace: float = 10.0  # seconds between SIGTERM and SIGKILL
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    probe: Callable[[], Awaitable[None]] | None = None  # returns when the program, ready by then, answers
 
 
 class ChildFailed(MeshError):
@@ -53,6 +59,8 @@ class Child:
         self._notify: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._beat = asyncio.Event()
+        self._silent = False  # killed for it
 
     @property
     def name(self) -> str:
@@ -68,6 +76,7 @@ class Child:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(self.spec.environment)
         environment |= {"NOTIFY_SOCKET": str(self._notify_path), "K3MESH_PARENT": str(os.getpid())}
+        environment |= {"WATCHDOG_USEC": str(int(BEAT_S * MISSED_BEATS * 1e6))}
         with self._log.open("ab") as log:
             self._log_start = log.tell()
             try:
@@ -93,6 +102,8 @@ class Child:
         told = self.status.removeprefix("error: ")
         if self.code is None:
             cause = f"is not ready{f': {told}' if told else ''}"
+        elif self._silent:
+            cause = f"hung: it was silent for {BEAT_S * MISSED_BEATS:g} s and was killed"
         elif self.code < 0:
             cause = f"was killed by {signal.Signals(-self.code).name}"
         elif told:
@@ -126,7 +137,13 @@ class Child:
             await asyncio.shield(self._watch)
 
     async def _until_end(self, process: asyncio.subprocess.Process) -> None:
+        watchdogs = [asyncio.ensure_future(self._kill_when_silent())]
+        if self.spec.probe is not None:
+            watchdogs.append(asyncio.ensure_future(self._beat_by(self.spec.probe)))
         code = await process.wait()
+        for watchdog in watchdogs:
+            watchdog.cancel()
+        await asyncio.gather(*watchdogs, return_exceptions=True)
         with contextlib.suppress(ProcessLookupError):  # what it started itself goes with it
             os.killpg(process.pid, signal.SIGKILL)
         self._read_notifications()
@@ -134,6 +151,30 @@ class Child:
         self._pid_path.unlink(missing_ok=True)
         self.code = code
         self.ended.set()
+
+    async def _kill_when_silent(self) -> None:
+        await self._beat.wait()
+        missed = 0
+        while missed < MISSED_BEATS:
+            self._beat.clear()
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    await self._beat.wait()
+                missed = 0
+            except TimeoutError:
+                missed += 1
+        self._silent = True
+        self.signal(signal.SIGKILL)
+
+    async def _beat_by(self, probe: Callable[[], Awaitable[None]]) -> None:
+        """Ask the program, and beat for it when it answers."""
+        await self.ready.wait()
+        while True:
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(BEAT_S):
+                    await probe()
+                self._beat.set()
+            await asyncio.sleep(BEAT_S / 2)
 
     def _listen(self) -> None:
         self._notify_path.unlink(missing_ok=True)
@@ -150,6 +191,8 @@ class Child:
             for line in message.splitlines():
                 if line == "READY=1":
                     self.ready.set()
+                elif line == "WATCHDOG=1":
+                    self._beat.set()
                 elif line.startswith("STATUS="):
                     self.status = line.removeprefix("STATUS=")
 

@@ -1,5 +1,6 @@
 """A whole mesh on this machine: Redis, both engines, the gateway; from a named topology to groups of processes."""
 
+import asyncio
 import shlex
 import shutil
 from dataclasses import asdict
@@ -140,10 +141,20 @@ class LocalMesh:
 
 
 def redis_spec(state: StateDir) -> Spec:
-    """A redis-server on a Unix socket in the state directory. It speaks sd_notify itself; setpriv ties it to our life."""
-    config = state.redis / "redis.conf"
-    config.write_text(REDIS_CONF.format(socket=state.run / "redis.sock", folder=state.redis))
-    return Spec("redis", ("setpriv", "--pdeathsig", "KILL", "redis-server", str(config)), REDIS)
+    """A redis-server on a Unix socket in the state directory. It speaks sd_notify itself, but no watchdog; setpriv ties it
+    to our life."""
+    config, path = state.redis / "redis.conf", state.run / "redis.sock"
+    config.write_text(REDIS_CONF.format(socket=path, folder=state.redis))
+
+    async def answers() -> None:
+        reader, writer = await asyncio.open_unix_connection(path)
+        try:
+            writer.write(b"PING\r\n")
+            await reader.readline()
+        finally:
+            writer.close()
+
+    return Spec("redis", ("setpriv", "--pdeathsig", "KILL", "redis-server", str(config)), REDIS, probe=answers)
 
 
 def has_cuda() -> bool:

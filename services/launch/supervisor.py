@@ -16,7 +16,7 @@ from services.launch.state import StateDir
 from services.runtime.telemetry import log
 
 SETTLE_S = 0.5  # after the first death of a group: how long its root cause may take to show
-RESTARTS, RESTART_WINDOW_S = 5, 60.0
+RESTARTS, RESTART_WINDOW_S = 5, 60.0  # of the time that the group was up: a slow start does not make failures rare
 BACKOFF_S = (1.0, 2.0, 4.0)
 
 
@@ -121,16 +121,19 @@ class Supervisor:
     async def _keep(self, group: Group) -> None:
         """Start the group again whenever it lost a member. ChildFailed when that is too often."""
         restarts: deque[float] = deque()
+        lived = 0.0
         cause = await group.lost()
         while True:
             await group.kill()
-            pause = _backoff(restarts, time.monotonic(), group.name, cause)
+            pause = _backoff(restarts, lived, group.name, cause)
             log.warning("restarting", group=group.name, cause=cause.message, pause_s=pause)
             await asyncio.sleep(pause)
             try:
                 await group.start()
                 log.info("restarted", group=group.name)
+                up = time.monotonic()
                 cause = await group.lost()
+                lived += time.monotonic() - up
             except ChildFailed as failed:
                 cause = failed
 
@@ -142,10 +145,12 @@ class Supervisor:
 
 
 def _backoff(restarts: deque[float], now: float, name: str, cause: ChildFailed) -> float:
-    """Note a restart at `now`; -> seconds to wait first. ChildFailed if the window is full."""
+    """Note a restart after `now` seconds of life; -> seconds to wait first. ChildFailed if the window is full."""
     while restarts and restarts[0] <= now - RESTART_WINDOW_S:
         restarts.popleft()
     if len(restarts) == RESTARTS:
-        raise ChildFailed(f"{name} was restarted {RESTARTS} times within {RESTART_WINDOW_S:g} s; the last time {cause.message}")
+        raise ChildFailed(
+            f"{name} was restarted {RESTARTS} times within {RESTART_WINDOW_S:g} s of life; the last time {cause.message}"
+        )
     restarts.append(now)
     return BACKOFF_S[min(len(restarts), len(BACKOFF_S)) - 1]

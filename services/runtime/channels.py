@@ -16,6 +16,8 @@ CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_LIMIT),
     ("grpc.keepalive_time_ms", 4_000),  # a stopped peer is noticed within 8 s
     ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.http2.ping_timeout_ms", 4_000),  # else a minute, whatever the keepalive's timeout
+    ("grpc.http2.max_pings_without_data", 0),  # else a silent stream is pinged twice only
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 200),

@@ -16,6 +16,7 @@ from services.runtime.telemetry import configure_logging, log
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_ENGINE_LOST = 1, 2, 3
 PR_SET_PDEATHSIG = 1
+BEATS_PER_WATCHDOG = 4  # what a watched process says within the time that its supervisor waits for one
 
 
 class Arguments(Protocol):
@@ -30,9 +31,15 @@ class Process:
         self.stopping = asyncio.Event()
 
     def ready(self) -> None:
-        """Tell the supervisor (sd_notify: systemd's Type=notify, or `k3mesh up`)."""
+        """Tell the supervisor (sd_notify: systemd's Type=notify, or `k3mesh up`), and from now on that the loop turns."""
         log.info("ready")
         _notify("READY=1")
+        if watchdog := int(os.environ.get("WATCHDOG_USEC") or 0):
+            self._beat(watchdog / 1e6 / BEATS_PER_WATCHDOG)
+
+    def _beat(self, period: float) -> None:
+        _notify("WATCHDOG=1")
+        asyncio.get_running_loop().call_later(period, self._beat, period)
 
 
 def run(name: str, main: Callable[[Process, Any], Awaitable[None]], arguments: type[Arguments]) -> None:
@@ -86,7 +93,7 @@ def _notify(message: str) -> None:
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to_supervisor:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as to_supervisor:
         try:
             to_supervisor.sendto(message.encode(), "\0" + address[1:] if address[0] == "@" else address)
         except OSError as error:

@@ -22,6 +22,8 @@ SERVER_OPTIONS = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
 ]
 Registration = tuple[Callable[[Any, grpc.aio.Server], None], Any, str]  # add_XServicer_to_server, servicer, full name
 

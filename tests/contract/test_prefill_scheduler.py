@@ -308,7 +308,8 @@ async def test_a_room_that_fails_on_an_agent_is_one_typed_error(scheduler, peers
     with pytest.raises(TransferFailed, match="bytes differ") as caught:
         await reader
     assert caught.value.detail == "PD_BYTES"
-    assert peers.decode.cancelled[0].failure.detail == "PD_BYTES", "decode learns of it at once"
+    await until(lambda: peers.decode.cancelled)
+    assert peers.decode.cancelled[0].failure.detail == "PD_BYTES", "decode learns why"
     await scheduler.at_rest()
 
 

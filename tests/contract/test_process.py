@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE = """
 import asyncio, sys
@@ -68,6 +70,22 @@ def test_ready_is_told_and_sigterm_is_a_clean_end(tmp_path: Path):
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=20)
         assert process.returncode == 0
+
+
+def test_a_watched_process_says_that_its_loop_turns_and_a_stopped_one_does_not(tmp_path: Path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(str(tmp_path / "notify"))
+        supervisor.settimeout(20)
+        process = start("run", NOTIFY_SOCKET=str(tmp_path / "notify"), WATCHDOG_USEC="100000")
+        assert [supervisor.recv(1024) for _ in range(4)] == [b"READY=1", *[b"WATCHDOG=1"] * 3]
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        supervisor.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            for _ in range(100):  # what was said before the stop, and no more
+                supervisor.recv(1024)
+        process.kill()
+        process.communicate(timeout=20)
 
 
 def test_a_child_does_not_outlive_its_supervisor(tmp_path: Path):

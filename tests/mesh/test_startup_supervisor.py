@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import select
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from k3mesh.errors import MeshError
+from services.launch import child as children
 from services.launch import supervisor as supervising
 from services.launch.child import ROOT, Spec
 from services.launch.state import StateDir
@@ -40,6 +42,7 @@ note("start")
 for word in sys.argv[3:]:
     verb, _, value = word.partition("=")
     if verb == "ready": note("ready"); tell("READY=1")
+    if verb == "beat": tell("WATCHDOG=1")
     if verb == "status": tell("STATUS=" + value)
     if verb == "exit": sys.exit(int(value))
     if verb == "print": print(value, flush=True)
@@ -158,9 +161,38 @@ async def test_a_group_that_dies_again_and_again_ends_everything_with_the_cause(
     monkeypatch.setattr(supervising, "BACKOFF_S", (0.0,))
     monkeypatch.setattr(supervising, "SETTLE_S", 0.05)
     sick = setting.group("sick", setting.spec("sick", "ready", "print=no more", "exit=1"))
-    with pytest.raises(MeshError, match=r"sick was restarted 5 times within 60 s; the last time sick exited .*'no more'"):
+    with pytest.raises(MeshError, match=r"sick was restarted 5 times within 60 s of life; the last time .*'no more'"):
         await setting.run([sick, setting.group("well", setting.spec("well", "ready"))])
     assert setting.lines().count("start sick") == 6 and setting.lines().count("end well") == 1
+
+
+async def test_a_child_that_has_beaten_and_falls_silent_is_killed_as_one_that_hangs(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(children, "BEAT_S", 0.05)
+    monkeypatch.setattr(supervising, "BACKOFF_S", (0.0,))
+    monkeypatch.setattr(supervising, "SETTLE_S", 0.05)
+    engine = setting.group("engine", setting.spec("hung", "ready", "beat"), setting.spec("peer", "ready"))
+    with pytest.raises(MeshError, match=r"the last time hung hung: it was silent for 0.1 s and was killed; its log is"):
+        await setting.run([engine, setting.group("never beats", setting.spec("other", "ready"))])
+    assert setting.lines().count("start peer") == 6 and setting.lines().count("start other") == 1
+
+
+async def test_a_program_that_does_not_answer_its_probe_is_killed(setting: Setting, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(children, "BEAT_S", 0.05)
+    asked = 0
+
+    async def probe() -> None:
+        nonlocal asked
+        asked += 1
+        if asked > 3:
+            await asyncio.Event().wait()
+
+    spec = setting.spec("program", "ready")
+    group = setting.group("program", dataclasses.replace(spec, probe=probe))
+    await group.start()
+    lost = await group.lost()
+    assert asked > 3 and "program hung" in lost.message
 
 
 async def test_a_stop_during_the_start_ends_what_has_started(setting: Setting):

@@ -1,0 +1,422 @@
+"""Each side's session by itself: what it refuses and with which code, what ends by time, and what it drops."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.contracts.events import DeadlinePassed
+from services.kvtransfer import messages as m
+from services.kvtransfer.session import Limits, Session, Tombstones
+from services.kvtransfer.sink import SinkSession
+from services.kvtransfer.source import SourceSession
+from tests.lib.transfer import manifest, record
+
+LIMITS = Limits(frame_bytes=80 << 10, frames=4, window=2)
+ROOM = 7
+LINKS = (m.Link(1), m.Link(2))
+
+
+def reports(effects: list[Any]) -> list[Any]:
+    return [effect.report for effect in effects if isinstance(effect, m.ToScheduler)]
+
+
+def said(effects: list[Any], link: int) -> list[Any]:
+    return [effect.message for effect in effects if isinstance(effect, m.ToPeer) and effect.link == link]
+
+
+def code(effects: list[Any]) -> str:
+    """Of the room that has just failed."""
+    return next(report.failure.detail for report in reports(effects) if isinstance(report, m.RoomFailed))
+
+
+def pass_deadline(session: Session) -> tuple[float, list[Any]]:
+    at = session.next_deadline()
+    assert at is not None
+    return at, session.apply(DeadlinePassed(), at)
+
+
+# ---- D
+class Receiving:
+    """A decode session whose room both stages have accepted. Stage 0 owns layers 0 to 2, its field 4 is `t.2.mla`."""
+
+    def __init__(self, **changes: Any):
+        self.session = SinkSession(record("decode"), LIMITS)
+        self.stages = (record("prefill", 0), record("prefill", 1))
+        self.session.apply(m.Paired(LINKS, self.stages), 0)
+        self.manifest = manifest(ROOM, **changes)
+        self.offers = self.session.apply(self.manifest, 0)
+        for link in LINKS:
+            self.hear(link, m.OfferReply(ROOM, 1))
+
+    def hear(self, link: int, message: Any, now: float = 1.0) -> list[Any]:
+        effects = self.session.apply(m.FromPeer(m.Link(link), message), now)
+        self.session.check()
+        return effects
+
+    def frame(self, seq: int, *extents: tuple[int, int, int], stage: int = 0, **changes: Any) -> m.FrameBatch:
+        parts = tuple(m.Extent(*extent) for extent in extents)
+        length = sum(self.stages[stage].fields[min(it.field, 4)].payload * it.count for it in parts)
+        return m.FrameBatch(ROOM, 1, (replace(m.Frame(seq, length, 99, parts), **changes),))
+
+    def install(self, effects: list[Any]) -> list[Any]:
+        """Carry every granted frame through to the pools."""
+        out: list[Any] = []
+        for receive in [effect for effect in effects if isinstance(effect, m.Receive)]:
+            self.session.apply(m.Received(receive.frame), 2)
+            self.session.apply(m.Verified(receive.frame, True), 2)
+            out += self.session.apply(m.Scattered(receive.frame), 2)
+        return out
+
+    def whole_stage(self, link: int) -> tuple[list[Any], m.StageDone]:
+        """All of a stage's frames, installed, and the end that belongs to them."""
+        stage = link - 1
+        out: list[Any] = []
+        extents = [(n, 3 if field.kind == "paged" else 1) for n, field in enumerate(self.stages[stage].fields)]
+        seq = 0
+        for field, count in extents:
+            for first in range(count):
+                out += self.install(self.hear(link, self.frame(seq, (field, first, 1), stage=stage)))
+                seq += 1
+        handoff = m.Handoff(3, (3,), 0) if stage else None
+        return out, m.StageDone(ROOM, 1, stage, self.stages[stage].expected_bytes(3), seq, 5, handoff)
+
+
+def test_a_room_is_ready_only_when_every_stage_has_brought_every_unit_and_the_first_token():
+    it = Receiving()
+    effects: list[Any] = []
+    for link in LINKS:
+        out, done = it.whole_stage(link)
+        assert not reports(effects) and not reports(out)
+        effects = it.hear(link, done)
+        assert said(effects, link) == [m.StageAck(ROOM, 1)]
+    ready = reports(effects)[0]
+    expected = sum(stage.expected_bytes(3) for stage in it.stages)
+    assert (ready.token, ready.window, ready.bytes, ready.first_byte, ready.last_byte) == (3, (3,), expected, 2, 2)
+    assert it.session.counters() == {"rooms": 0, "pins": 0, "staging_frames_used": 0, "quarantined": 0, "links": 2}
+
+
+def test_the_end_may_come_before_the_last_frames_are_installed():
+    it = Receiving()
+    granted: list[Any] = []
+    fields = it.stages[0].fields
+    seq = 0
+    for field, place in enumerate(fields):
+        for first in range(3 if place.kind == "paged" else 1):
+            granted += it.hear(1, it.frame(seq, (field, first, 1)))
+            seq += 1
+    effects = it.hear(1, m.StageDone(ROOM, 1, 0, it.stages[0].expected_bytes(3), seq, 5, None))
+    while receives := [effect for effect in granted if isinstance(effect, m.Receive)]:
+        assert not said(effects, 1)
+        it.session.apply(m.Received(receives[0].frame), 2)
+        it.session.apply(m.Verified(receives[0].frame, True), 2)
+        effects = it.session.apply(m.Scattered(receives[0].frame), 2)
+        granted = [*receives[1:], *effects]
+        effects = [effect for effect in effects if isinstance(effect, m.ToPeer) and isinstance(effect.message, m.StageAck)]
+    assert said(effects, 1) == [m.StageAck(ROOM, 1)]
+
+
+def test_grants_are_bounded_by_the_window_and_go_on_as_frames_come_back():
+    it = Receiving()
+    effects: list[Any] = []
+    for seq in range(3):
+        effects += it.hear(1, it.frame(seq, (4, seq, 1)))
+    receives = [effect for effect in effects if isinstance(effect, m.Receive)]
+    assert [receive.seq for receive in receives] == [0, 1], "a window of two"
+    it.session.apply(m.Received(receives[0].frame), 2)
+    assert not said(it.session.apply(m.Verified(receives[0].frame, True), 2), 1), "its frame is still in use"
+    assert said(it.session.apply(m.Scattered(receives[0].frame), 2), 1) == [m.Grant(ROOM, (2,))]
+
+
+@pytest.mark.parametrize(
+    ("make", "detail"),
+    [
+        (lambda it: it.frame(0, (9, 0, 1)), "PD_BYTES"),  # no such field
+        (lambda it: it.frame(0, (4, 2, 2)), "PD_BYTES"),  # a position behind the manifest
+        (lambda it: it.frame(0, (0, 0, 2)), "PD_BYTES"),  # two slots
+        (lambda it: it.frame(0, (4, 0, 1), (4, 0, 1)), "PD_BYTES"),  # a unit twice
+        (lambda it: it.frame(0, (4, 0, 0)), "PD_BYTES"),  # nothing
+        (lambda it: it.frame(0, (4, 0, 1), length=5), "PD_BYTES"),  # a length that is not the units'
+        (lambda it: it.frame(0, (4, 0, 3)), "PD_BYTES"),  # larger than a frame
+        (lambda it: m.StageDone(ROOM, 1, 1, 0, 0, 5, None), "PD_ROUTE"),  # another stage's end
+        (lambda it: m.StageDone(ROOM, 1, 0, 0, 0, 4, None), "PD_STALE"),  # an older generation of the slot
+        (lambda it: m.StageDone(ROOM, 1, 0, 0, 0, 5, None), "PD_BYTES"),  # nothing was sent
+        (lambda it: m.OfferReply(ROOM, 1, m.Failure("transfer_failed", "no", "PD_MANIFEST")), "PD_MANIFEST"),
+        (lambda it: m.CancelRoom(ROOM, "why", m.Failure("engine_lost", "gone", "PD_PEER_DEAD")), "PD_PEER_DEAD"),
+    ],
+)
+def test_a_message_against_the_contract_fails_the_room_on_both_sides(make: Any, detail: str):
+    it = Receiving()
+    message = make(it)
+    effects = it.hear(1, message)
+    assert code(effects) == detail
+    assert isinstance(said(effects, 2)[0], m.CancelRoom), "the other stage is told"
+    assert isinstance(said(effects, 1)[0], m.Drained if isinstance(message, m.CancelRoom) else m.CancelRoom)
+    assert not [effect for effect in effects if isinstance(effect, m.Receive)]
+
+
+@pytest.mark.parametrize("handoff", [None, m.Handoff(3, (), 0), m.Handoff(3, (4,), 0), m.Handoff(3, (3, 4), 0)])
+def test_a_last_stage_without_the_right_window_fails_the_room(handoff: m.Handoff | None):
+    it = Receiving()
+    _, done = it.whole_stage(2)
+    assert code(it.hear(2, replace(done, handoff=handoff))) == "PD_CAND"
+
+
+def test_a_first_token_from_another_stage_fails_the_room():
+    it = Receiving()
+    _, done = it.whole_stage(1)
+    assert code(it.hear(1, replace(done, handoff=m.Handoff(3, (3,), 0)))) == "PD_CAND"
+
+
+def test_a_second_end_of_a_stage_is_dropped_if_it_is_the_same_and_fails_the_room_if_not():
+    it = Receiving()
+    _, done = it.whole_stage(1)
+    it.hear(1, done)
+    assert not reports(it.hear(1, done))
+    assert it.session.totals["stale_messages"] == 1
+    assert code(it.hear(1, replace(done, bytes=1))) == "PD_ROUTE"
+
+
+def test_a_damaged_frame_is_never_scattered():
+    it = Receiving()
+    (receive,) = [effect for effect in it.hear(1, it.frame(0, (4, 0, 1))) if isinstance(effect, m.Receive)]
+    (verify,) = it.session.apply(m.Received(receive.frame), 2)
+    assert verify == m.Verify(receive.frame, receive.length, 99)
+    effects = it.session.apply(m.Verified(receive.frame, False), 2)
+    assert code(effects) == "PD_BYTES" and not [effect for effect in effects if isinstance(effect, m.Scatter)]
+
+
+def test_a_stopped_room_scatters_nothing_more_and_is_drained_when_frames_and_peers_are():
+    it = Receiving()
+    (receive,) = [effect for effect in it.hear(1, it.frame(0, (4, 0, 1))) if isinstance(effect, m.Receive)]
+    it.session.apply(m.CancelRoom(ROOM, "test"), 2)
+    assert it.session.counters()["quarantined"] == 1
+    assert not reports(it.hear(2, m.Drained(ROOM)))
+    assert not reports(it.hear(1, m.Drained(ROOM)))
+    effects = it.session.apply(m.Received(receive.frame), 3)
+    assert effects == [m.ToScheduler(m.Drained(ROOM))]
+
+
+def test_what_comes_for_an_ended_room_is_dropped_and_counted():
+    it = Receiving()
+    it.session.apply(m.CancelRoom(ROOM, "test"), 2)
+    for link in LINKS:
+        it.hear(link, m.Drained(ROOM))
+    late = (it.frame(0, (4, 0, 1)), m.StageDone(ROOM, 1, 0, 0, 0, 5, None), m.OfferReply(ROOM, 1))
+    for number, message in enumerate(late, start=1):
+        assert it.hear(1, message) == []
+        assert it.session.totals["stale_messages"] == number
+    assert it.session.apply(it.manifest, 3) == [], "nor can it be expected again"
+    assert it.session.apply(m.CancelRoom(ROOM, "again"), 3) == [m.ToScheduler(m.Drained(ROOM))]
+    assert it.hear(1, m.CancelRoom(ROOM, "late")) == [m.ToPeer(LINKS[0], m.Drained(ROOM))]
+
+
+def test_messages_of_another_attempt_or_an_older_link_are_dropped():
+    it = Receiving()
+    assert it.hear(1, replace(it.frame(0, (4, 0, 1)), attempt=2)) == []
+    assert it.hear(9, it.frame(0, (4, 0, 1))) == []
+    assert it.session.totals["stale_messages"] == 2
+
+
+def test_without_a_pairing_or_with_a_wrong_manifest_an_expected_room_fails_at_once():
+    session = SinkSession(record("decode"), LIMITS)
+    effects = session.apply(manifest(ROOM), 0)
+    assert code(effects) == "PD_PEER_DEAD" and reports(effects)[1] == m.Drained(ROOM)
+    assert code(session.apply(manifest(8, slot=77), 0)) == "PD_MANIFEST"
+    assert code(session.apply(manifest(9, decode_epoch=1), 0)) == "PD_STALE"
+
+
+def test_a_lost_link_fails_every_room_and_frames_come_back_as_their_receives_end():
+    it = Receiving()
+    (receive,) = [effect for effect in it.hear(1, it.frame(0, (4, 0, 1))) if isinstance(effect, m.Receive)]
+    effects = it.session.apply(m.LinkLost(LINKS[1], "gone"), 2)
+    assert code(effects) == "PD_PEER_DEAD" and m.Drained(ROOM) not in reports(effects)
+    assert reports(it.session.apply(m.Received(receive.frame, "reset"), 2)) == [m.Drained(ROOM)]
+    assert not any(it.session.counters().values())
+
+
+def test_times_of_d():
+    it = Receiving()
+    session = SinkSession(record("decode"), LIMITS)
+    session.apply(m.Paired(LINKS, it.stages), 0)
+    session.apply(manifest(8, timeout=500.0), 0)
+    at, effects = pass_deadline(session)
+    assert (at, code(effects)) == (120.0, "PD_TIMEOUT_BOOT")
+    it.hear(1, it.frame(0, (4, 0, 1)), now=5.0)
+    at, effects = pass_deadline(it.session)
+    assert (at, code(effects)) == (35.0, "PD_TIMEOUT_WAIT"), "a granted frame that does not come"
+    at, effects = pass_deadline(it.session)
+    assert at == 45.0 and isinstance(effects[0], m.CloseLink), "and a room that does not drain"
+    assert it.session.next_deadline() is None
+    other = Receiving()
+    at, effects = pass_deadline(other.session)
+    assert (at, code(effects)) == (60.0, "PD_TIMEOUT_WAIT"), "the request's own time"
+
+
+# ---- P
+class Sending:
+    """A last stage that has accepted a room of 300 tokens. Its fields: rec and conv of layers 3 and 4, mla of layer 5."""
+
+    def __init__(self, window: int = LIMITS.window, **changes: Any):
+        self.session = SourceSession(record("prefill", 1), replace(LIMITS, window=window))
+        self.session.apply(m.LinkUp(LINKS[0], record("decode")), 0)
+        self.offer = m.Offer(manifest(ROOM, **changes))
+        self.answers = self.hear(self.offer)
+        self.steps = len(self.session.placement.producer_steps)
+
+    def hear(self, message: Any, now: float = 1.0) -> list[Any]:
+        effects = self.session.apply(m.FromPeer(LINKS[0], message), now)
+        self.session.check()
+        return effects
+
+    def chunk(self, start: int, end: int, blocks: tuple[int, ...], last: bool = False, step: int = 1) -> list[Any]:
+        """All barriers of one chunk -> the gathers that they cause."""
+        row = m.LocalRow(ROOM, start, end, last, 4, blocks)
+        effects = self.session.apply(m.ChunkStarted(step, (row,)), 1)
+        for lo in range(self.steps):
+            effects += self.session.apply(m.FieldsReady(step, lo, lo + 1), 1)
+        self.session.check()
+        return [effect for effect in effects if isinstance(effect, m.Gather)]
+
+    def offered(self, gather: m.Gather) -> m.Frame:
+        effects = self.session.apply(m.Gathered(gather.frame, 99), 1)
+        return next(message for message in said(effects, 1) if isinstance(message, m.FrameBatch)).frames[0]
+
+
+def test_an_accepted_offer_is_answered_to_d_and_told_to_the_scheduler():
+    it = Sending()
+    assert it.answers == [
+        m.ToPeer(LINKS[0], m.OfferReply(ROOM, 1)),
+        m.ToScheduler(m.RoomReady(ROOM, 1, 300)),
+    ]
+    again = said(it.hear(it.offer), 1)[0]
+    assert again.failure.detail == "PD_MANIFEST" and it.session.counters()["rooms"] == 1
+
+
+def test_an_offer_of_a_room_that_the_scheduler_has_cancelled_is_refused():
+    session = SourceSession(record("prefill", 1), LIMITS)
+    session.apply(m.LinkUp(LINKS[0], record("decode")), 0)
+    assert reports(session.apply(m.CancelRoom(ROOM, "early"), 0)) == [m.Drained(ROOM)]
+    (answer,) = session.apply(m.FromPeer(LINKS[0], m.Offer(manifest(ROOM))), 0)
+    assert answer.message.failure.code == "cancelled"
+
+
+def test_an_offer_longer_than_p_s_pool_is_refused():
+    session = SourceSession(record("prefill", 1, num_blocks=3), LIMITS)
+    session.apply(m.LinkUp(LINKS[0], record("decode")), 0)
+    (answer,) = session.apply(m.FromPeer(LINKS[0], m.Offer(manifest(ROOM))), 0)
+    assert answer.message.failure.detail == "PD_MANIFEST" and "3 blocks" in answer.message.failure.message
+
+
+def test_state_is_gathered_after_the_last_chunk_only_and_a_partial_block_waits_for_it():
+    it = Sending(window=4)
+    early = it.chunk(0, 200, (10, 11))
+    assert [gather.units for gather in early] == [(m.Units(4, (10,)),)]
+    late = it.chunk(200, 300, (12,), last=True, step=2)
+    units = [unit for gather in late for unit in gather.units]
+    assert sorted((unit.field, unit.ids) for unit in units) == [(0, (4,)), (1, (4,)), (2, (4,)), (3, (4,)), (4, (11, 12))]
+
+
+def test_a_prefix_that_d_has_is_not_sent_and_what_p_had_cached_is():
+    it = Sending(window=4, prefix=128)
+    gathers = it.chunk(256, 300, (20, 21, 22), last=True)  # 256 tokens were in P's prefix cache
+    units = [unit for gather in gathers for unit in gather.units if unit.field == 4]
+    assert sorted(unit for it in units for unit in it.ids) == [21, 22]
+
+
+def test_a_frame_holds_whole_units_of_one_room_up_to_its_size():
+    it = Sending()
+    gathers = it.chunk(0, 300, (10, 11, 12), last=True)
+    frames = [it.offered(gather) for gather in gathers]
+    assert all(frame.length <= LIMITS.frame_bytes for frame in frames) and [frame.seq for frame in frames] == [0, 1]
+    assert it.session.counters()["staging_frames_used"] == 2, "the window of the link"
+
+
+def complete(it: Sending) -> list[Any]:
+    """Everything is written, gathered, granted and sent -> what was said after the handoff."""
+    gathers = it.chunk(0, 300, (10, 11, 12), last=True)
+    while gathers:
+        frame = it.offered(gathers[0])
+        it.hear(m.Grant(ROOM, (frame.seq,)))
+        more = it.session.apply(m.Sent(gathers[0].frame), 1)
+        gathers = [*gathers[1:], *(effect for effect in more if isinstance(effect, m.Gather))]
+    return it.session.apply(m.HandoffReady(ROOM, m.Handoff(3, (3,), 128)), 1)
+
+
+def test_the_end_of_the_last_stage_waits_for_the_first_token_and_release_for_the_acknowledgement():
+    it = Sending()
+    (done,) = said(complete(it), 1)
+    assert (
+        done.handoff == m.Handoff(3, (3,), 128) and done.bytes == it.session.placement.expected_bytes(3) and done.slot_gen == 5
+    )
+    assert it.hear(m.StageAck(ROOM, 2)) == [], "another attempt's"
+    assert reports(it.hear(m.StageAck(ROOM, 1))) == [m.SourceReleased(ROOM, done.bytes)]
+    assert it.hear(m.StageAck(ROOM, 1)) == [] and it.session.totals["stale_messages"] == 2
+    assert reports(it.session.apply(m.CancelRoom(ROOM, "late"), 2)) == [m.Drained(ROOM)]
+
+
+def test_an_early_acknowledgement_releases_nothing():
+    it = Sending()
+    assert it.hear(m.StageAck(ROOM, 1)) == [] and it.session.counters()["pins"] == 1
+
+
+def test_barriers_that_do_not_cover_the_stage_fail_the_room():
+    it = Sending()
+    row = m.LocalRow(ROOM, 0, 300, True, 4, (10, 11, 12))
+    it.session.apply(m.ChunkStarted(1, (row,)), 1)
+    effects = it.session.apply(m.FieldsReady(1, 1, it.steps), 1)
+    assert code(effects) == "PD_BYTES"
+
+
+def test_p_keeps_what_it_has_offered_until_d_will_grant_no_more_and_honours_a_grant_that_crosses_its_cancel():
+    it = Sending()
+    first, second = it.chunk(0, 256, (10, 11))[0], it.chunk(256, 300, (12,), last=True, step=2)[0]
+    seqs = [it.offered(gather).seq for gather in (first, second)]
+    effects = it.session.apply(m.CancelRoom(ROOM, "test"), 2)
+    assert isinstance(said(effects, 1)[0], m.CancelRoom) and not reports(effects)
+    (send,) = it.hear(m.Grant(ROOM, (seqs[0],)))
+    assert send == m.Send(first.frame, LINKS[0], seqs[0], first.length)
+    assert not reports(it.hear(m.Drained(ROOM))), "one frame is still being sent"
+    assert it.session.counters()["staging_frames_used"] == 1
+    assert reports(it.session.apply(m.Sent(first.frame), 3)) == [m.Drained(ROOM)]
+    assert it.session.counters() == {
+        "rooms": 0, "pins": 0, "staging_frames_used": 0, "quarantined": 0, "steps": 0, "links": 1,
+    }  # fmt: skip
+
+
+def test_a_cancel_from_d_is_answered_when_the_running_gather_has_ended():
+    it = Sending()
+    (gather,) = it.chunk(0, 128, (10,))
+    effects = it.hear(m.CancelRoom(ROOM, "test"))
+    assert code(effects) == "" and not said(effects, 1)
+    effects = it.session.apply(m.Gathered(gather.frame, 1), 2)
+    assert effects == [m.ToPeer(LINKS[0], m.Drained(ROOM)), m.ToScheduler(m.Drained(ROOM))]
+    assert it.hear(m.CancelRoom(99, "unknown")) == [m.ToPeer(LINKS[0], m.Drained(99))]
+
+
+def test_rows_of_a_stopped_room_go_by_and_cost_nothing():
+    it = Sending()
+    it.hear(m.CancelRoom(ROOM, "test"))
+    assert it.chunk(0, 300, (10, 11, 12), last=True) == []
+    assert it.session.apply(m.HandoffReady(ROOM, m.Handoff(3, (3,), 0)), 2) == []
+    it.session.apply(m.ForgetLocal((ROOM,)), 2)
+    assert not any(value for key, value in it.session.counters().items() if key != "links")
+
+
+def test_times_of_p():
+    it = Sending()
+    at, effects = pass_deadline(it.session)
+    assert (at, code(effects)) == (71.0, "PD_TIMEOUT_WAIT"), "accepted at 1 s with 60 s to go: D is the first to give up"
+    at, effects = pass_deadline(it.session)
+    assert at == 81.0 and isinstance(effects[0], m.CloseLink)
+    waiting = Sending(timeout=500.0)
+    waiting.offered(waiting.chunk(0, 128, (10,))[0])
+    at, effects = pass_deadline(waiting.session)
+    assert (at, code(effects)) == (31.0, "PD_TIMEOUT_WAIT"), "an offer without an answer"
+
+
+def test_tombstones_keep_the_rooms_that_ended_last():
+    tombs = Tombstones(2)
+    for room in (1, 2, 1, 3):
+        tombs.add(room)
+    assert [room in tombs for room in (1, 2, 3)] == [True, False, True]

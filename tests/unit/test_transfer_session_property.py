@@ -1,0 +1,356 @@
+"""Both sides' sessions against each other, over links that deliver in order, with effects that finish in any order.
+
+The world plays schedulers, prefill workers, wire and memory, and checks what no order of events may break: nothing is
+scattered before it is verified, every unit of a room is written at most once and only while the room is armed, a rank is ready
+with exactly P's bytes or not at all, every room ends, and every staging frame comes back.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.contracts.events import DeadlinePassed
+from services.contracts.geometry import PAGED, blocks_for
+from services.contracts.ids import BLOCK_TOKENS
+from services.contracts.placement import Manifest
+from services.kvtransfer import messages as m
+from services.kvtransfer.session import Limits
+from services.kvtransfer.sink import SinkSession
+from services.kvtransfer.source import SourceSession
+from tests.lib.transfer import manifest, record
+
+STAGES = 2
+LIMITS = Limits(frame_bytes=80 << 10, frames=3, window=2)  # two blocks of 36 KiB and some slots
+PLACES = [record("prefill", stage) for stage in range(STAGES)]
+EFFECTS = (m.Gather, m.Send, m.Receive, m.Verify, m.Scatter)
+D = STAGES  # index of the decode session
+
+
+@dataclass
+class Job:
+    """A request as its schedulers and workers see it."""
+
+    manifest: Manifest
+    end: int = 0  # prompt tokens of running and finished chunks
+    steps: dict[int, deque[tuple[int, int, int]]] = field(default_factory=dict)  # stage -> barriers to pass: step, lo, hi
+    started: bool = False
+    handoff: bool = False
+    ready: set[int] = field(default_factory=set)
+    over: dict[int, str] = field(default_factory=dict)  # session -> how it ended there
+    failed: set[int] = field(default_factory=set)
+    disturbed: bool = False  # by anything but the order of events
+    cancelled: set[int] = field(default_factory=set)
+
+
+class Transfers(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.now = 0.0
+        self.sessions: list[Any] = [SourceSession(place, LIMITS) for place in PLACES]
+        self.sessions.append(SinkSession(record("decode"), LIMITS))
+        self.jobs: dict[int, Job] = {}
+        self.links: list[int] = []  # of the live pairing, by stage
+        self.lives = 0
+        self.step_id = 0
+        self.streams: dict[tuple[int, int], deque[Any]] = {}  # (link, receiving session) -> messages under way
+        self.effects: list[tuple[int, Any]] = []  # under way: session, effect
+        self.wire: dict[tuple[int, int], Any] = {}  # (link, seq) -> what was sent
+        self.staging: dict[tuple[int, int], Any] = {}  # (session, frame) -> (content, intact)
+        self.sums: dict[int, Any] = {}
+        self.verified: set[int] = set()  # D's frames that may be scattered
+        self.frame_room: dict[int, int] = {}
+        self.written: Counter[tuple[int, int, int]] = Counter()  # room, field, unit
+        self.pool: dict[tuple[int, int, int], Any] = {}  # D: (room, field, unit) -> content
+        self.versions: Counter[tuple[int, int]] = Counter()  # (room, stage): how often P has written the slot
+        self.pair()
+
+    # ---- the driver
+    def apply(self, who: int, event: Any) -> None:
+        for effect in self.sessions[who].apply(event, self.now):
+            match effect:
+                case m.ToScheduler(report):
+                    self.told(who, report)
+                case m.ToPeer(link, message):
+                    if isinstance(message, m.Drained):
+                        assert not self.in_flight(who, message.room, link), "drained, yet its frames are under way"
+                    if link in self.links:
+                        to = D if who != D else self.links.index(link)
+                        self.streams[link, to].append(message)
+                case m.CloseLink():
+                    self.effects.append((who, effect))
+                case _:
+                    self.effects.append((who, effect))
+
+    def told(self, who: int, report: Any) -> None:
+        job = self.jobs[report.room]
+        match report:
+            case m.RoomReady():
+                job.ready.add(who)
+            case m.RoomFailed():
+                assert who not in job.over and who not in job.failed, "a room fails once, and before it ends"
+                job.failed.add(who)
+            case m.Drained():
+                assert job.over.get(who) in (None, "drained", "ok") and (who not in job.over or who in job.cancelled)
+                assert not self.touching(who, report.room), "drained, yet its memory is in use"
+                job.over.setdefault(who, "drained")
+            case m.SourceReleased():
+                assert who not in job.over and who != D
+                job.over[who] = "ok"
+            case m.RankReady():
+                assert who == D and D not in job.over
+                job.over[D] = "ok"
+                self.complete(job, report)
+
+    def touching(self, who: int, room: int) -> bool:
+        kind = m.Scatter if who == D else m.Gather
+        return any(s == who and isinstance(e, kind) and self.staging_room(s, e.frame) == room for s, e in self.effects)
+
+    def in_flight(self, who: int, room: int, link: int) -> bool:
+        return any(
+            s == who and isinstance(e, m.Send | m.Receive) and e.link == link and self.staging_room(s, e.frame) == room
+            for s, e in self.effects
+        )
+
+    def staging_room(self, who: int, frame: int) -> int:
+        return self.sessions[who]._frames[frame].room if frame in self.sessions[who]._frames else -1
+
+    def complete(self, job: Job, report: m.RankReady) -> None:
+        """Exactly P's bytes, in the manifest's units."""
+        wanted = job.manifest
+        room = wanted.room
+        total = 0
+        for index, it in enumerate(self.sessions[D].placement.fields):
+            stage = next(s for s, place in enumerate(PLACES) if any(f.field_id == it.field_id for f in place.fields))
+            units = enumerate(wanted.blocks) if it.kind == PAGED else [(0, wanted.slot)]
+            for position, unit in units:
+                version = self.versions[room, stage] if it.kind != PAGED else 0
+                assert self.pool[room, index, unit] == (room, it.field_id, position, version), (
+                    f"{it.field_id}, position {position}"
+                )
+                total += it.payload
+        assert (report.bytes, report.token, report.window) == (total, room % 1000, (room % 1000,))
+
+    # ---- rules
+    @rule(prompt=st.integers(1, 6 * BLOCK_TOKENS), data=st.data())
+    def expect(self, prompt: int, data: Any) -> None:
+        room = 1000 + len(self.jobs)
+        prefix = data.draw(st.integers(0, blocks_for(prompt) - 1)) * BLOCK_TOKENS
+        self.jobs[room] = Job(manifest(room, prompt, prefix), disturbed=not self.links)
+        self.apply(D, self.jobs[room].manifest)
+
+    @rule(seed=st.integers(0, 1 << 32), count=st.integers(1, 80))
+    def advance(self, seed: int, count: int) -> None:
+        """Messages arrive, effects finish, workers go on: whichever comes first, and some kinds of effects not at all."""
+        random = Random(seed)
+        slow = tuple(random.sample(EFFECTS, random.randint(0, 2)))
+        for _ in range(count):
+            moves: list[Callable[[], None]] = []
+            moves += [
+                partial(self.perform, number) for number in self.finishable() if not isinstance(self.effects[number][1], slow)
+            ]
+            moves += [partial(self.deliver, key) for key in sorted(key for key, queue in self.streams.items() if queue)]
+            moves += [partial(self.pass_barrier, *it) for it in self.barriers()]
+            moves += [partial(self.run_chunk, room, random.randint(1, 3)) for room in self.runnable()]
+            if not moves:
+                return
+            random.choice(moves)()
+            self.holds()
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def cancel(self, data: Any) -> None:
+        room = data.draw(st.sampled_from(sorted(self.jobs)))
+        who = data.draw(st.integers(0, D))
+        self.jobs[room].cancelled.add(who)
+        self.jobs[room].disturbed = True
+        self.apply(who, m.CancelRoom(room, "test"))
+
+    @precondition(lambda self: self.wire)
+    @rule(data=st.data())
+    def damage(self, data: Any) -> None:
+        key = data.draw(st.sampled_from(sorted(self.wire)))
+        self.wire[key] = ("damaged",)
+        self.disturb()
+
+    @precondition(lambda self: self.links)
+    @rule(data=st.data())
+    def lose(self, data: Any) -> None:
+        self.lose_link(data.draw(st.sampled_from(self.links)))
+
+    @precondition(lambda self: not self.links)
+    @rule()
+    def pair(self) -> None:
+        self.lives += 1
+        self.links = [m.Link(10 * self.lives + stage) for stage in range(STAGES)]
+        for stage, link in enumerate(self.links):
+            self.streams[link, D] = deque()
+            self.streams[link, stage] = deque()
+            self.apply(stage, m.LinkUp(link, self.sessions[D].placement))
+        self.apply(D, m.Paired(tuple(self.links), tuple(PLACES)))
+
+    @rule(seconds=st.sampled_from([1.0, 5.0, 11.0, 31.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.disturb()
+        for who, session in enumerate(self.sessions):
+            deadline = session.next_deadline()
+            if deadline is not None and deadline <= self.now:
+                self.apply(who, DeadlinePassed())
+
+    @invariant()
+    def holds(self) -> None:
+        for session in getattr(self, "sessions", ()):
+            session.check()
+
+    # ---- how the world works
+    def disturb(self) -> None:
+        for job in self.jobs.values():
+            job.disturbed = True
+
+    def deliver(self, key: tuple[int, int]) -> None:
+        link, to = key
+        message = self.streams[key].popleft()
+        stale = self.sessions[to].totals["stale_messages"]
+        self.apply(to, m.FromPeer(m.Link(link), message))
+        assert not isinstance(message, m.Grant) or self.sessions[to].totals["stale_messages"] == stale, "granted in vain"
+
+    def finishable(self) -> list[int]:
+        """Effects that can end now: a receive does when its frame was sent, or when its link is dead."""
+        return [
+            n for n, (_, effect) in enumerate(self.effects)
+            if not isinstance(effect, m.Receive) or effect.link not in self.links or (effect.link, effect.seq) in self.wire
+        ]  # fmt: skip
+
+    def perform(self, number: int) -> None:
+        who, effect = self.effects.pop(number)
+        match effect:
+            case m.Gather():
+                room = self.sessions[who]._frames[effect.frame].room
+                assert who not in self.jobs[room].over, "P's memory is read after the room ended"
+                content = tuple(self.source(who, room, units) for units in effect.units)
+                self.staging[who, effect.frame] = content
+                self.apply(who, m.Gathered(effect.frame, hash(content)))
+                return
+            case m.Send():
+                if effect.link not in self.links:
+                    self.apply(who, m.Sent(effect.frame, "dead"))
+                else:
+                    self.wire[effect.link, effect.seq] = self.staging[who, effect.frame]
+                    self.apply(who, m.Sent(effect.frame))
+            case m.Receive():
+                self.verified.discard(effect.frame)
+                content = self.wire.pop((effect.link, effect.seq), None)
+                self.staging[who, effect.frame] = content
+                self.apply(who, m.Received(effect.frame, None if content and effect.link in self.links else "dead"))
+            case m.Verify():
+                intact = hash(self.staging[who, effect.frame]) == effect.checksum
+                if intact:
+                    self.verified.add(effect.frame)
+                self.apply(who, m.Verified(effect.frame, intact))
+            case m.Scatter():
+                self.scatter(effect)
+            case m.CloseLink(link):
+                if link in self.links:
+                    self.lose_link(link)
+
+    def source(self, stage: int, room: int, units: m.Units) -> tuple[Any, ...]:
+        it = PLACES[stage].fields[units.field]
+        if it.kind != PAGED:
+            return ((room, it.field_id, 0, self.versions[room, stage]),)
+        first = self.jobs[room].manifest.first_block
+        return tuple((room, it.field_id, unit - 100 * (room % 100) - first, 0) for unit in units.ids)
+
+    def scatter(self, effect: m.Scatter) -> None:
+        assert effect.frame in self.verified, "scattered before it was verified"
+        self.verified.remove(effect.frame)
+        room = self.sessions[D]._frames[effect.frame].room
+        assert D not in self.jobs[room].over, "D's memory is written after the room ended"
+        for units, contents in zip(effect.units, self.staging[D, effect.frame], strict=True):
+            for unit, content in zip(units.ids, contents, strict=True):
+                self.written[room, units.field, unit] += 1
+                assert self.written[room, units.field, unit] == 1, "a unit was written twice"
+                self.pool[room, units.field, unit] = content
+        self.apply(D, m.Scattered(effect.frame))
+
+    def runnable(self) -> list[int]:
+        return sorted(
+            room for room, job in self.jobs.items()
+            if len(job.ready) == STAGES and job.end < job.manifest.prompt_tokens and not any(job.steps.values())
+            and not any(stage in job.over or stage in job.failed or stage in job.cancelled for stage in range(STAGES))
+        )  # fmt: skip
+
+    def run_chunk(self, room: int, blocks: int) -> None:
+        """P's blocks are 100 * room + logical block, so that contents tell where they come from."""
+        job = self.jobs[room]
+        self.step_id += 1
+        start, job.end = job.end, min(job.end + blocks * BLOCK_TOKENS, job.manifest.prompt_tokens)
+        last = job.end == job.manifest.prompt_tokens
+        new = tuple(100 * (room % 100) + block for block in range(blocks_for(start), blocks_for(job.end)))
+        for stage, place in enumerate(PLACES):
+            count = len(place.producer_steps)
+            job.steps[stage] = deque((self.step_id, lo, lo + 1) for lo in range(count))
+            self.versions[room, stage] += 1
+            row = m.LocalRow(room, start, job.end, last, 3, new)
+            self.apply(stage, m.ChunkStarted(self.step_id, (row,)))
+
+    def barriers(self) -> list[tuple[int, int]]:
+        return sorted((room, stage) for room, job in self.jobs.items() for stage, left in job.steps.items() if left)
+
+    def pass_barrier(self, room: int, stage: int) -> None:
+        job = self.jobs[room]
+        step, lo, hi = job.steps[stage].popleft()
+        self.apply(stage, m.FieldsReady(step, lo, hi))
+        over = not job.steps[stage] and job.end == job.manifest.prompt_tokens
+        if over and stage == STAGES - 1 and not job.handoff:
+            job.handoff = True
+            self.apply(stage, m.HandoffReady(room, m.Handoff(room % 1000, (room % 1000,), 0)))
+
+    def lose_link(self, link: int) -> None:
+        """One link breaks; D gives up the whole pairing, and every prefill agent sees its link end."""
+        self.disturb()
+        links, self.links = self.links, []
+        self.streams.clear()
+        self.wire.clear()
+        self.apply(D, m.LinkLost(m.Link(link), "test"))
+        for stage, it in enumerate(links):
+            self.apply(stage, m.LinkLost(m.Link(it), "test"))
+
+    def teardown(self) -> None:
+        """Whatever has happened, everything ends by itself once messages arrive and effects finish."""
+        if not hasattr(self, "sessions"):
+            return
+        self.settle()
+        for room, job in self.jobs.items():
+            assert D in job.over and all(stage in job.over for stage in job.ready), f"room {room} waits for time to pass"
+            assert job.over[D] == "ok" or job.disturbed, f"room {room} failed for no reason"
+            assert job.over[D] == "ok" or D in job.failed | job.cancelled
+        for who, session in enumerate(self.sessions):
+            counters = {key: value for key, value in session.counters().items() if key != "links"}
+            assert not any(counters.values()), f"session {who} does not come to rest: {counters}"
+
+    def settle(self) -> None:
+        while True:
+            if self.finishable():
+                self.perform(self.finishable()[0])
+            elif waiting := [key for key, queue in self.streams.items() if queue]:
+                self.deliver(waiting[0])
+            elif self.barriers():
+                self.pass_barrier(*self.barriers()[0])
+            elif self.runnable():
+                self.run_chunk(self.runnable()[0], 2)
+            else:
+                return
+            self.holds()
+
+
+Transfers.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
+test_no_order_of_events_breaks_a_handoff = Transfers.TestCase
