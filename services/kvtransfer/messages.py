@@ -6,20 +6,12 @@ Names and meanings of messages are those of transfer.proto; wire.py converts.
 from dataclasses import dataclass
 from typing import NewType
 
+from services.contracts.messages import Failure
 from services.contracts.placement import Manifest, Placement
 from services.kvtransfer.credits import FrameId
 
 Room = int
 Link = NewType("Link", int)  # one life of a stream to a peer agent; a reconnect is another
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A typed error as data; `code` is one of k3mesh.errors, `detail` a PD_* code."""
-
-    code: str
-    message: str
-    detail: str = ""
 
 
 def transfer_failed(detail: str, message: str) -> Failure:

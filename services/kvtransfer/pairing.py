@@ -86,7 +86,7 @@ class Pairer:
                 until, pause = clock() + DIAL_S, PAUSE_S
             elif isinstance(error, ConfigError) or clock() >= until:
                 log.error("not paired", engine=wanted.engine_id, reason=error.message)
-                self._report(Outcome(wanted, Failure(error.code, error.message, error.detail)))
+                self._report(Outcome(wanted, Failure.of(error)))
                 return
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)

@@ -189,7 +189,7 @@ class SinkSession(Session):
         try:
             manifest.check(self.placement)
         except TransferFailed as error:
-            return Failure(error.code, error.message, error.detail)
+            return Failure.of(error)
         return None
 
     def _offer_reply(self, link: Link, stage: int, reply: OfferReply) -> None:

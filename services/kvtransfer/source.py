@@ -175,7 +175,7 @@ class SourceSession(Session):
         try:
             manifest.check(self._peers[link].placement)
         except TransferFailed as error:
-            return Failure(error.code, error.message, error.detail)
+            return Failure.of(error)
         needed = blocks_for(manifest.prompt_tokens)
         if needed >= self.placement.num_blocks:
             return transfer_failed(

@@ -2,22 +2,14 @@
 
 from typing import Any
 
-from k3mesh.errors import ConfigError, Internal, from_code
-from k3mesh.v1 import common_pb2, transfer_pb2
+from k3mesh.errors import ConfigError, Internal
+from k3mesh.v1 import transfer_pb2
 from k3mesh.v1.request_pb2 import CancelRoom as CancelRoomProto
 from services.contracts import placement as fp
 from services.contracts.ids import BlockId, RequestId, SlotId
 from services.contracts.ids import Room as RoomId
 from services.kvtransfer import messages as m
-from services.runtime import channels
-
-
-def failure(it: m.Failure) -> common_pb2.Failure:
-    return channels.failure(from_code(it.code, it.message, it.detail))
-
-
-def _failure(it: common_pb2.Failure) -> m.Failure:
-    return m.Failure(it.code, it.message, it.detail)
+from services.runtime.wire import failure, manifest, read_failure
 
 
 # ---- records
@@ -112,24 +104,6 @@ def read_placement(it: transfer_pb2.Placement) -> fp.Placement:
     return record
 
 
-def manifest(it: fp.Manifest) -> transfer_pb2.Manifest:
-    return transfer_pb2.Manifest(
-        request_id=it.request_id,
-        room=it.room,
-        attempt=it.attempt,
-        decode_epoch=it.decode_epoch,
-        replica=it.replica,
-        prefix_tokens=it.prefix_tokens,
-        prompt_tokens=it.prompt_tokens,
-        prompt_hash=it.prompt_hash,
-        blocks=it.blocks,
-        block_gens=it.block_gens,
-        slot=it.slot,
-        slot_gen=it.slot_gen,
-        timeout_ms=round(it.timeout * 1000),
-    )
-
-
 def read_manifest(it: transfer_pb2.Manifest) -> fp.Manifest:
     return fp.Manifest(
         request_id=RequestId(it.request_id),
@@ -188,7 +162,7 @@ def read_peer_message(it: transfer_pb2.PeerMessage) -> m.PeerMessage:
             return m.Offer(read_manifest(it.offer))
         case "offer_reply":
             reply = it.offer_reply
-            return m.OfferReply(reply.room, reply.attempt, _failure(reply.failure) if reply.HasField("failure") else None)
+            return m.OfferReply(reply.room, reply.attempt, read_failure(reply.failure) if reply.HasField("failure") else None)
         case "frames":
             return m.FrameBatch(it.frames.room, it.frames.attempt, tuple(map(_read_frame, it.frames.frames)))
         case "grant":
@@ -226,7 +200,7 @@ def _read_handoff(it: transfer_pb2.Handoff) -> m.Handoff:
 
 
 def _read_cancel(it: Any) -> m.CancelRoom:
-    return m.CancelRoom(it.room, it.reason, _failure(it.failure) if it.HasField("failure") else None)
+    return m.CancelRoom(it.room, it.reason, read_failure(it.failure) if it.HasField("failure") else None)
 
 
 # ---- the scheduler

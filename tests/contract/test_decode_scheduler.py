@@ -1,7 +1,5 @@
 """One request's road through the decode scheduler's process, and its ends: real gRPC, real Redis, scripted peers."""
 
-from pathlib import Path
-
 import pytest
 
 from k3mesh.errors import TransferFailed
@@ -15,14 +13,6 @@ from tests.lib.redis_server import RedisServer
 def short_drain(monkeypatch: pytest.MonkeyPatch):
     """Some tests leave requests behind on purpose."""
     monkeypatch.setattr("services.scheduler.decode.main.DRAIN_S", 0.2)
-
-
-@pytest.fixture
-def journal(tmp_path: Path):
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

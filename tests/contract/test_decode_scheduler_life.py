@@ -1,7 +1,6 @@
 """Start, pairing, loss and end of the decode scheduler's process: real gRPC, real Redis, scripted peers."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -11,14 +10,6 @@ from services.runtime.channels import failure
 from tests.lib.decode_peers import FIRST, DecodePeers, PrefillEnd
 from tests.lib.decode_process import RunningDecode, journalled, rest_of, until
 from tests.lib.redis_server import RedisServer
-
-
-@pytest.fixture
-def journal(tmp_path: Path):
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The ledger against a real redis-server on a Unix socket."""
 
 import asyncio
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,48 +9,12 @@ import redis.asyncio
 from k3mesh.errors import ConfigError
 from services.contracts.lifecycle import RANK, State
 from services.runtime.ledger import Ledger
-
-
-class RedisServer:
-    """A redis-server of the test's own."""
-
-    def __init__(self, folder: Path):
-        self.socket = folder / "redis.sock"
-        self.url = f"unix://{self.socket}"
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-
-    async def start(self) -> None:
-        flags = ["--port", "0", "--unixsocket", str(self.socket), "--dir", str(self._folder), "--appendonly", "yes"]
-        self._process = subprocess.Popen(["redis-server", *flags], stdout=subprocess.DEVNULL)
-        client = redis.asyncio.from_url(self.url)
-        async with asyncio.timeout(10):
-            while True:
-                try:
-                    await client.ping()
-                    break
-                except redis.exceptions.ConnectionError:
-                    await asyncio.sleep(0.02)
-        await client.aclose()
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait(10)
-            self._process = None
+from tests.lib.redis_server import RedisServer
 
 
 @pytest.fixture
-async def server(tmp_path: Path):
-    server = RedisServer(tmp_path)
-    await server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-async def client(server: RedisServer):
-    client = redis.asyncio.from_url(server.url, decode_responses=True)
+async def client(journal: RedisServer):
+    client = redis.asyncio.from_url(journal.url, decode_responses=True)
     yield client
     await client.aclose()
 
@@ -63,15 +26,15 @@ async def test_absent_redis_is_one_clear_error(tmp_path: Path):
     await ledger.close()
 
 
-async def test_two_owners_in_any_order_leave_the_newest_state_and_the_whole_log(server, client):
-    p, d = Ledger(server.url, "prefill-0"), Ledger(server.url, "decode-0")
+async def test_two_owners_in_any_order_leave_the_newest_state_and_the_whole_log(journal, client):
+    p, d = Ledger(journal.url, "prefill-0"), Ledger(journal.url, "decode-0")
     await p.connect()
     await d.connect()
     p.transition("r1", State.QUEUED, 0, RANK[State.QUEUED], prompt_tokens=7)
     await p.close()
     d.transition("r1", State.INSTALLED, 0, RANK[State.INSTALLED])
     await d.close()
-    late = Ledger(server.url, "prefill-0")
+    late = Ledger(journal.url, "prefill-0")
     await late.connect()  # finds nothing of its own to fail: D owns r1
     late.transition("r1", State.TRANSFERRING, 0, RANK[State.TRANSFERRING], chunks="[]")
     await late.close()
@@ -83,8 +46,8 @@ async def test_two_owners_in_any_order_leave_the_newest_state_and_the_whole_log(
     assert await client.smembers("k3:live:prefill-0") == set()
 
 
-async def test_an_ended_request_stays_ended_and_is_kept_for_an_hour(server, client):
-    ledger = Ledger(server.url, "decode-0")
+async def test_an_ended_request_stays_ended_and_is_kept_for_an_hour(journal, client):
+    ledger = Ledger(journal.url, "decode-0")
     await ledger.connect()
     ledger.transition("r1", State.FINISHED, 0, 9, reason="stop")
     ledger.transition("r1", State.DECODING, 0, 99)
@@ -95,12 +58,12 @@ async def test_an_ended_request_stays_ended_and_is_kept_for_an_hour(server, clie
     assert await client.smembers("k3:live:decode-0") == set()
 
 
-async def test_what_a_dead_owner_left_open_is_failed_at_its_restart(server, client):
-    first = Ledger(server.url, "decode-0")
+async def test_what_a_dead_owner_left_open_is_failed_at_its_restart(journal, client):
+    first = Ledger(journal.url, "decode-0")
     await first.connect()
     first.transition("r1", State.DECODING, 0, 7)
     await first.close()
-    second = Ledger(server.url, "decode-0")
+    second = Ledger(journal.url, "decode-0")
     await second.connect()
     await second.close()
     assert await client.hgetall("k3:req:r1") | {"at": ""} == {
@@ -109,21 +72,21 @@ async def test_what_a_dead_owner_left_open_is_failed_at_its_restart(server, clie
     }  # fmt: skip
 
 
-async def test_an_outage_of_redis_delays_transitions_and_loses_none(server, client):
-    ledger = Ledger(server.url, "decode-0")
+async def test_an_outage_of_redis_delays_transitions_and_loses_none(journal, client):
+    ledger = Ledger(journal.url, "decode-0")
     await ledger.connect()
     ledger.transition("r1", State.INSTALLED, 0, 6)
-    server.stop()
+    journal.stop()
     ledger.transition("r1", State.DECODING, 0, 7)
     await asyncio.sleep(0.3)
-    await server.start()
+    journal.start()
     await ledger.close(grace=5)
     assert await client.hget("k3:req:r1", "state") == "DECODING"
     assert [f["state"] for _, f in await client.xrange("k3:req:r1:log")][-1] == "DECODING"
 
 
-async def test_a_second_scheduler_of_a_role_is_refused_while_the_first_renews(server):
-    first, second = Ledger(server.url, "prefill-0", lease_ms=600), Ledger(server.url, "prefill-1", lease_ms=600)
+async def test_a_second_scheduler_of_a_role_is_refused_while_the_first_renews(journal):
+    first, second = Ledger(journal.url, "prefill-0", lease_ms=600), Ledger(journal.url, "prefill-1", lease_ms=600)
     await first.connect()
     await second.connect()
     fence = await first.lease("ps")
@@ -135,8 +98,8 @@ async def test_a_second_scheduler_of_a_role_is_refused_while_the_first_renews(se
     await second.close()
 
 
-async def test_a_person_cancels_a_request_by_redis_cli(server, client):
-    ledger = Ledger(server.url, "prefill-0")
+async def test_a_person_cancels_a_request_by_redis_cli(journal, client):
+    ledger = Ledger(journal.url, "prefill-0")
     await ledger.connect()
     cancels = ledger.cancels()
     waiting = asyncio.ensure_future(anext(cancels))

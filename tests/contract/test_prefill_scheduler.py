@@ -3,97 +3,32 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from k3mesh.client import Client, Finished, SamplingParams, Tokens
+from k3mesh.client import Finished, SamplingParams, Tokens
 from k3mesh.errors import BadRequest, Cancelled, ConfigError, DeadlineExceeded, EngineLost, TransferFailed
 from k3mesh.v1 import common_pb2, request_pb2, request_pb2_grpc, transfer_pb2, worker_pb2
-from services.contracts.arguments import SchedulerArguments
-from services.runtime.channels import open_channel
-from services.runtime.process import Process
 from services.scheduler.prefill.main import main
 from tests.lib.prefill_peers import END, Peers, pack
 from tests.lib.ranks import free_address
 from tests.lib.redis_server import RedisServer
-
-PATIENCE_S = 20
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.005)
+from tests.lib.scheduler_process import PATIENCE_S, RunningScheduler, log_of, until
 
 
-class Running:
-    """main() as a task, and what a person can ask it."""
+class Running(RunningScheduler):
+    service, stub_type = "k3mesh.v1.PrefillScheduler", request_pb2_grpc.PrefillSchedulerStub
 
     def __init__(self, peers: Peers, redis_url: str, **changes: str):
-        self.life = Process()
-        self.address = free_address()
         flags = {
-            "model": "/nowhere/k3", "served-model-name": "k3", "disaggregation-mode": "prefill",
-            "pipeline-parallel-size": str(len(peers.workers)), "max-num-seqs": "4", "chunked-prefill-size": "256",
-            "max-model-len": "4096", "redis-url": redis_url, "listen": self.address, "startup-timeout": "10",
+            "served-model-name": "k3", "disaggregation-mode": "prefill", "pipeline-parallel-size": str(len(peers.workers)),
+            "max-num-seqs": "4", "chunked-prefill-size": "256", "max-model-len": "4096", "redis-url": redis_url,
             "workers": peers.addresses(peers.workers), "agents": peers.addresses(peers.agents),
             "decode-address": peers.decode.address,
-        } | {name.replace("_", "-"): value for name, value in changes.items()}  # fmt: skip
-        arguments = SchedulerArguments.parse([item for name, value in flags.items() for item in (f"--{name}", value)])
-        self.task = asyncio.ensure_future(main(self.life, arguments))
-        self.channel = open_channel(self.address)
-        self.stub: Any = request_pb2_grpc.PrefillSchedulerStub(self.channel)
-        self.client = Client(self.address)
-
-    async def ready(self) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not await self.is_serving():
-                assert not self.task.done(), self.task
-                await asyncio.sleep(0.01)
-
-    async def is_serving(self) -> bool:
-        stub: Any = health_pb2_grpc.HealthStub(self.channel)
-        try:
-            reply = await stub.Check(health_pb2.HealthCheckRequest(service="k3mesh.v1.PrefillScheduler"))
-        except grpc.aio.AioRpcError:
-            return False
-        return reply.status == health_pb2.HealthCheckResponse.SERVING
-
-    async def counters(self) -> dict[str, int]:
-        return (await self.client.inspect()).counters
-
-    async def at_rest(self) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while any((await self.counters()).values()):
-                await asyncio.sleep(0.01)
-
-    async def ended(self) -> BaseException | None:
-        """How main() ended."""
-        async with asyncio.timeout(PATIENCE_S):
-            await asyncio.wait([self.task])
-        error = self.task.exception()
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        return error
-
-    async def stop(self) -> None:
-        await self.client.close()
-        self.life.stopping.set()
-        await asyncio.wait([self.task], timeout=PATIENCE_S)
-        await self.channel.close()
-
-
-@pytest.fixture
-def journal(tmp_path: Path):
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
+        }  # fmt: skip
+        super().__init__(main, flags | {name.replace("_", "-"): value for name, value in changes.items()})
 
 
 @pytest.fixture
@@ -115,12 +50,6 @@ async def scheduler(peers: Peers, journal: RedisServer):
 def submission(prompt: list[int], request_id: str = "r1", **sampling: Any) -> request_pb2.SubmitRequest:
     given = common_pb2.Sampling(**({"max_tokens": 4, "top_p": 1.0} | sampling))
     return request_pb2.SubmitRequest(request_id=request_id, prompt=pack(prompt), sampling=given)
-
-
-def log_of(journal: RedisServer, request_id: str) -> list[dict[str, str]]:
-    with journal.client() as client:
-        entries: Any = client.xrange(f"k3:req:{request_id}:log")
-        return [fields for _, fields in entries]
 
 
 # ---- the road of a request

@@ -4,14 +4,13 @@ Left alone they do what real ones do: a place's next token is its anchor + 1, ag
 `hold_*` stops them at a point, and a test may speak for any of them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from k3mesh.errors import MeshError
 from k3mesh.v1 import request_pb2, transfer_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.runtime.channels import failure
-from services.runtime.rpc_server import RpcServer
-from tests.lib.prefill_peers import Lines
+from tests.lib.peers import Lines, Servers
 
 END = 7  # the model's end token
 FIRST = 20  # what prefill samples, unless told
@@ -136,31 +135,20 @@ class Agent(transfer_pb2_grpc.TransferControlServicer):
         self.say(drained=transfer_pb2.Drained(room=room))
 
 
-@dataclass
-class DecodePeers:
+class DecodePeers(Servers):
     """A decode engine of `replicas` replicas of `tp_size` ranks. `start` before use, `stop` after."""
 
-    replicas: int = 2
-    tp_size: int = 2
-    script: Script = field(default_factory=Script)
-
-    def __post_init__(self) -> None:
-        self.workers = [Worker(self, replica) for replica in range(self.replicas)]
-        self.agents = [Agent(self, rank) for rank in range(self.replicas * self.tp_size)]
-        self.servers: dict[Any, RpcServer] = {}
+    def __init__(self, replicas: int = 2, tp_size: int = 2):
+        super().__init__()
+        self.replicas, self.tp_size, self.script = replicas, tp_size, Script()
+        self.workers = [Worker(self, replica) for replica in range(replicas)]
+        self.agents = [Agent(self, rank) for rank in range(replicas * tp_size)]
 
     async def start(self) -> None:
         for worker in self.workers:
-            await self._serve(worker, worker_pb2_grpc.add_WorkerControlServicer_to_server, "WorkerControl")
+            await self.serve(worker, worker_pb2_grpc.add_WorkerControlServicer_to_server, "WorkerControl")
         for agent in self.agents:
-            await self._serve(agent, transfer_pb2_grpc.add_TransferControlServicer_to_server, "TransferControl")
-
-    async def stop(self) -> None:
-        for server in self.servers.values():
-            await server.stop(0)
-
-    def addresses(self, servicers: list[Any]) -> str:
-        return ",".join(self.servers[servicer].address for servicer in servicers)
+            await self.serve(agent, transfer_pb2_grpc.add_TransferControlServicer_to_server, "TransferControl")
 
     def release_rounds(self) -> None:
         """Run what was held, and hold no more."""
@@ -169,10 +157,6 @@ class DecodePeers:
             held, worker.held = worker.held, []
             for plan in held:
                 worker.run(plan)
-
-    async def _serve(self, servicer: Any, add: Any, name: str) -> None:
-        server = self.servers[servicer] = RpcServer("127.0.0.1:0", [(add, servicer, f"k3mesh.v1.{name}")])
-        await server.start()
 
 
 class PrefillEnd:

@@ -3,50 +3,19 @@
 Left alone they do what real ones do; `hold_*` stops them at a point, and a test may speak for any of them.
 """
 
-import asyncio
 from array import array
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from k3mesh.errors import MeshError
 from k3mesh.v1 import common_pb2, request_pb2, request_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.runtime.channels import failure
-from services.runtime.rpc_server import RpcServer
+from tests.lib.peers import Lines, Servers
 
 END = 7  # the model's end token
 VOCAB = 100
 Reserve = request_pb2.Reserve
-
-
-class Lines:
-    """What one end says (`say`) and has heard (`heard`)."""
-
-    def __init__(self) -> None:
-        self.heard: list[Any] = []
-        self._out: asyncio.Queue[Any] = asyncio.Queue()
-
-    def say(self, message: Any) -> None:
-        self._out.put_nowait(message)
-
-    def hang_up(self) -> None:
-        self._out.put_nowait(None)
-
-    async def serve(self, requests: AsyncIterator[Any], react: Callable[[Any], None]) -> AsyncIterator[Any]:
-        async def read() -> None:
-            async for message in requests:
-                self.heard.append(message)
-                react(message)
-
-        self._out = asyncio.Queue()
-        reader = asyncio.ensure_future(read())
-        try:
-            while (message := await self._out.get()) is not None:
-                yield message
-        finally:
-            reader.cancel()
-            await asyncio.wait([reader])
 
 
 @dataclass
@@ -185,45 +154,33 @@ class Decode(request_pb2_grpc.DecodeSchedulerServicer):
                 self.peers.make_ready(asked.room)
 
 
-class Peers:
+class Peers(Servers):
     """A prefill engine of `stages` stages and one decode scheduler. `start` before use, `stop` after."""
 
     def __init__(self, stages: int = 2):
+        super().__init__()
         self.script = Script()
         self.workers = [Worker(self, stage) for stage in range(stages)]
         self.agents = [Agent(self, rank) for rank in range(stages)]
         self.decode = Decode(self)
-        self.servers: dict[Any, RpcServer] = {}
         self._sent: dict[int, set[int]] = defaultdict(set)
 
     async def start(self) -> None:
         for worker in self.workers:
-            await self._serve(worker, worker_pb2_grpc.add_WorkerControlServicer_to_server, "WorkerControl")
+            await self.serve(worker, worker_pb2_grpc.add_WorkerControlServicer_to_server, "WorkerControl")
         for agent in self.agents:
-            await self._serve(agent, transfer_pb2_grpc.add_TransferControlServicer_to_server, "TransferControl")
+            await self.serve(agent, transfer_pb2_grpc.add_TransferControlServicer_to_server, "TransferControl")
         await self.start_decode()
-
-    async def stop(self) -> None:
-        for server in self.servers.values():
-            await server.stop(0)
 
     async def start_decode(self) -> None:
         """On the address that it had before, if it was stopped."""
         listen = self.decode.address or "127.0.0.1:0"
         add = request_pb2_grpc.add_DecodeSchedulerServicer_to_server
-        self.decode.address = await self._serve(self.decode, add, "DecodeScheduler", listen)
+        self.decode.address = await self.serve(self.decode, add, "DecodeScheduler", listen)
 
     async def stop_decode(self) -> None:
         self.decode.rooms.clear()
         await self.servers.pop(self.decode).stop(0)
-
-    async def _serve(self, servicer: Any, add: Any, name: str, listen: str = "127.0.0.1:0") -> str:
-        server = self.servers[servicer] = RpcServer(listen, [(add, servicer, f"k3mesh.v1.{name}")])
-        await server.start()
-        return server.address
-
-    def addresses(self, servicers: list[Any]) -> str:
-        return ",".join(self.servers[servicer].address for servicer in servicers)
 
     # ---- what the peers do among themselves
     def make_ready(self, room: int) -> None:

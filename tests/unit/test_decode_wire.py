@@ -6,6 +6,7 @@ from k3mesh.errors import BY_CODE, TransferFailed
 from k3mesh.v1 import common_pb2, request_pb2, transfer_pb2, worker_pb2
 from services.contracts.ids import BlockId, GlobalRank, Place, Replica, RequestId, Room, SlotId, Token
 from services.contracts.placement import Manifest
+from services.runtime.wire import failure, read_failure, read_sampling, sampling
 from services.scheduler.decode import events as ev
 from services.scheduler.decode import wire
 from services.scheduler.decode.buckets import RoundMode
@@ -16,27 +17,27 @@ FAILURE = ev.Failure("transfer_failed", "checksum differs", "PD_BYTES")
 
 
 def test_sampling_survives_the_round_trip():
-    assert wire.sampling_from(wire.sampling(SAMPLING)) == SAMPLING
+    assert read_sampling(sampling(SAMPLING)) == SAMPLING
 
 
 def test_a_failure_survives_the_round_trip_and_says_whether_to_try_again():
     for code, kind in BY_CODE.items():
-        told = wire.failure(ev.Failure(code, "why", "detail"))
+        told = failure(ev.Failure(code, "why", "detail"))
         assert told.retryable == kind.retryable
-        assert wire.failure_from(told) == ev.Failure(code, "why", "detail")
-    error = wire.error_of(FAILURE)
-    assert isinstance(error, TransferFailed) and wire.failure_of(error) == FAILURE
+        assert read_failure(told) == ev.Failure(code, "why", "detail")
+    error = FAILURE.error()
+    assert isinstance(error, TransferFailed) and ev.Failure.of(error) == FAILURE
 
 
 def test_a_reservation_and_a_cancel_come_off_the_wire():
     asked = request_pb2.Reserve(
-        request_id="r1", room=ROOM, attempt=2, prompt_tokens=300, prompt_hash=b"hash", sampling=wire.sampling(SAMPLING),
+        request_id="r1", room=ROOM, attempt=2, prompt_tokens=300, prompt_hash=b"hash", sampling=sampling(SAMPLING),
         timeout_ms=1500,
     )  # fmt: skip
     assert wire.prefill_event(ev.Pair(4), request_pb2.PrefillToDecode(reserve=asked)) == ev.ReserveAsked(
         ev.Pair(4), RequestId("r1"), ROOM, 2, 300, b"hash", SAMPLING, 1.5
     )
-    cancel = request_pb2.CancelRoom(room=ROOM, reason="gone", failure=wire.failure(FAILURE), finished_on_prefill=True)
+    cancel = request_pb2.CancelRoom(room=ROOM, reason="gone", failure=failure(FAILURE), finished_on_prefill=True)
     event = wire.prefill_event(ev.Pair(4), request_pb2.PrefillToDecode(cancel=cancel))
     assert event == ev.CancelRoom(ev.Pair(4), ROOM, "gone", FAILURE, True)
     plain = request_pb2.PrefillToDecode(cancel=request_pb2.CancelRoom(room=ROOM))
@@ -87,7 +88,7 @@ def test_every_replica_gets_the_rounds_head_and_its_own_rows():
         assert command.round.mode == worker_pb2.ROUND_MODE_LOW_LATENCY_EAGER
     row = first.round.installs[0]
     assert (row.place, row.room, list(row.blocks), row.slot, row.position, list(row.window)) == (2, ROOM, [9, 4], 3, 200, [7])
-    assert wire.sampling_from(row.sampling) == SAMPLING
+    assert read_sampling(row.sampling) == SAMPLING
     assert (list(first.round.clears), list(first.round.live)) == ([2], [0, 2])
     assert [(delta.place, list(delta.blocks)) for delta in first.round.deltas] == [(0, [5])]
     assert not second.round.live and not second.round.installs
@@ -112,11 +113,11 @@ def test_agents_reports_come_off_the_wire_with_the_rank_of_their_stream():
     assert wire.agent_report(rank, transfer_pb2.AgentReport(rank_ready=ready)) == ev.AgentRankReady(
         rank, ROOM, 2, Token(5), (Token(5), Token(6)), 1 << 40, 1.5, 2.5, 128
     )
-    failed = transfer_pb2.RoomFailed(room=ROOM, attempt=2, failure=wire.failure(FAILURE))
+    failed = transfer_pb2.RoomFailed(room=ROOM, attempt=2, failure=failure(FAILURE))
     assert wire.agent_report(rank, transfer_pb2.AgentReport(failed=failed)) == ev.AgentRoomFailed(rank, ROOM, 2, FAILURE)
     drained = transfer_pb2.AgentReport(drained=transfer_pb2.Drained(room=ROOM))
     assert wire.agent_report(rank, drained) == ev.AgentDrained(rank, ROOM)
-    assert wire.agent_report(rank, transfer_pb2.AgentReport(fatal=wire.failure(FAILURE))) == FAILURE
+    assert wire.agent_report(rank, transfer_pb2.AgentReport(fatal=failure(FAILURE))) == FAILURE
 
 
 @pytest.mark.parametrize(

@@ -5,33 +5,12 @@ from typing import Literal, NewType
 
 from services.contracts.ids import BlockId, GlobalRank, Place, Replica, RequestId, Room, SlotId, Token
 from services.contracts.lifecycle import State
+from services.contracts.messages import Failure, Sampling
 from services.contracts.placement import Manifest
 from services.scheduler.decode.buckets import RoundMode
 
 Pair = NewType("Pair", int)  # one life of one prefill scheduler's stream; a reconnect is another
 Client = NewType("Client", int)  # one Attach stream
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A typed error as data; `code` is one of k3mesh.errors."""
-
-    code: str
-    message: str
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next tokens are chosen; passed on to the workers as it came."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    max_tokens: int = 1
-    ignore_eos: bool = False
-    stop_token_ids: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The decode scheduler's process."""
 
-import asyncio
+from functools import partial
 
 from k3mesh.v1 import request_pb2_grpc
 from services.contracts.arguments import SchedulerArguments
@@ -10,36 +10,20 @@ from services.runtime.rpc_server import RpcServer
 from services.scheduler.decode.fleet import Fleet
 from services.scheduler.decode.scheduler import DecodeScheduler
 from services.scheduler.decode.service import DecodeService
+from services.scheduler.life import live
 
 DRAIN_S = 30.0  # for those who decode when we are asked to end
-GRACE_S = 2.0  # for the last messages of open streams
 
 
 async def main(life: process.Process, arguments: SchedulerArguments) -> None:
     """Serve until SIGTERM, then drain and return. EngineLost when a worker or an agent is lost, after everyone was told."""
-    ledger = Ledger(arguments.redis_url, arguments.engine_id)
-    await ledger.connect()
     service = DecodeService(arguments.engine_id)
-    register = request_pb2_grpc.add_DecodeSchedulerServicer_to_server
-    server = RpcServer(arguments.listen, [(register, service, "k3mesh.v1.DecodeScheduler")])
-    try:
-        await server.start()
-        async with asyncio.TaskGroup() as group:
-            serving = group.create_task(_serve(life, arguments, ledger, service, server))
-            await life.stopping.wait()
-            await server.set_serving(False)
-            if service.scheduler is None:
-                serving.cancel()
-            else:
-                await service.scheduler.drain(DRAIN_S)
-                service.scheduler.stop()
-    finally:
-        await server.stop(GRACE_S)
-        await ledger.close()
+    registration = (request_pb2_grpc.add_DecodeSchedulerServicer_to_server, service, "k3mesh.v1.DecodeScheduler")
+    await live(life, arguments, service, registration, partial(_schedule, life, arguments, service), DRAIN_S)
 
 
-async def _serve(
-    life: process.Process, arguments: SchedulerArguments, ledger: Ledger, service: DecodeService, server: RpcServer
+async def _schedule(
+    life: process.Process, arguments: SchedulerArguments, service: DecodeService, ledger: Ledger, server: RpcServer
 ) -> None:
     """Come up with the engine's workers and agents, then schedule."""
     fleet = Fleet(arguments, await ledger.lease("ds"))

@@ -42,7 +42,7 @@ class Prefills:
         self, requests: AsyncIterator[request_pb2.PrefillToDecode], context: Any
     ) -> AsyncIterator[request_pb2.DecodeToPrefill]:
         hello = await self._meet(requests)
-        refusal = refusal_of(hello, self._shape, self._model_fingerprint) or self._outdated(hello)
+        refusal = refusal_of(hello, self._shape, self._fleet.hello.model_fingerprint) or self._outdated(hello)
         if refusal is not None:
             log.warning("refuses to pair", prefill=hello.engine_id, reason=refusal.message)
             yield wire.to_prefill(refusal)
@@ -54,7 +54,7 @@ class Prefills:
             await self._fleet.pair(hello)
         except MeshError as error:
             log.warning("pairing failed", prefill=hello.engine_id, reason=error.message)
-            yield wire.to_prefill(wire.failure_of(error))
+            yield wire.to_prefill(ev.Failure.of(error))
             return
         if stream.ended:
             return
@@ -126,11 +126,6 @@ class Prefills:
             return None
         message = f"prefill engine {hello.engine_id} of epoch {hello.engine_epoch}: epoch {live.epoch} is paired already"
         return ev.Failure(ConfigError.code, message, "PD_STALE")
-
-    @property
-    def _model_fingerprint(self) -> str:
-        assert self._fleet.hello is not None
-        return self._fleet.hello.model_fingerprint
 
     def _hello(self) -> wire.DecodeHello:
         shape = self._shape

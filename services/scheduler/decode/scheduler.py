@@ -9,7 +9,6 @@ from services.runtime.ledger import Ledger, Value
 from services.runtime.shell import Shell
 from services.runtime.telemetry import log
 from services.scheduler.decode import events as ev
-from services.scheduler.decode import wire
 from services.scheduler.decode.clients import Clients
 from services.scheduler.decode.fleet import Fleet
 from services.scheduler.decode.pairing import Prefills
@@ -95,7 +94,7 @@ class DecodeScheduler:
         try:
             await self._fleet.run(self.shell.post)
         except EngineLost as error:
-            self.shell.post(ev.EngineFailed(wire.failure_of(error)))
+            self.shell.post(ev.EngineFailed(ev.Failure.of(error)))
 
     async def _hear_cancels(self) -> None:
         async for request_id in self._ledger.cancels():

@@ -3,14 +3,13 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from k3mesh.errors import MeshError, from_code
-from k3mesh.v1 import common_pb2, request_pb2, transfer_pb2, worker_pb2
+from k3mesh.v1 import request_pb2, transfer_pb2, worker_pb2
 from services.contracts.ids import GlobalRank, Place, Replica, RequestId, Room, Token
 from services.contracts.placement import Manifest
+from services.runtime.wire import failure, manifest, read_failure, read_sampling, sampling
 from services.scheduler.decode import events as ev
 from services.scheduler.decode.buckets import RoundMode
-
-REASONS = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_REASON_LENGTH}
+from services.scheduler.wire import REASONS, AgentHello, PrefillHello, WorkerHello, agent_hello, worker_hello
 
 MODES = {
     RoundMode.LOW_LATENCY_GRAPH: worker_pb2.ROUND_MODE_LOW_LATENCY_GRAPH,
@@ -18,37 +17,7 @@ MODES = {
 }
 
 
-# ---- failures
-def failure_of(error: MeshError) -> ev.Failure:
-    return ev.Failure(error.code, error.message, error.detail)
-
-
-def error_of(failure: ev.Failure) -> MeshError:
-    return from_code(failure.code, failure.message, failure.detail)
-
-
-def failure_from(message: common_pb2.Failure) -> ev.Failure:
-    return ev.Failure(message.code, message.message, message.detail)
-
-
-def failure(it: ev.Failure) -> common_pb2.Failure:
-    retryable = error_of(it).retryable
-    return common_pb2.Failure(code=it.code, message=it.message, retryable=retryable, detail=it.detail)
-
-
 # ---- prefill scheduler
-@dataclass(frozen=True, slots=True)
-class PrefillHello:
-    engine_id: str
-    engine_epoch: int
-    stages: int
-    tp_size: int
-    agents: tuple[str, ...]  # by global rank: stage * tp_size + t
-    model_fingerprint: str
-    verify_width: int
-    max_model_len: int
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeHello:
     engine_id: str
@@ -93,12 +62,12 @@ def prefill_event(pair: ev.Pair, message: request_pb2.PrefillToDecode) -> ev.Res
                 attempt=it.attempt,
                 prompt_tokens=it.prompt_tokens,
                 prompt_hash=it.prompt_hash,
-                sampling=sampling_from(it.sampling),
+                sampling=read_sampling(it.sampling),
                 timeout=it.timeout_ms / 1000,
             )
         case "cancel":
             it = message.cancel
-            told = failure_from(it.failure) if it.HasField("failure") else None
+            told = read_failure(it.failure) if it.HasField("failure") else None
             return ev.CancelRoom(pair, Room(it.room), it.reason, told, it.finished_on_prefill)
         case _:
             return None
@@ -159,28 +128,12 @@ def end_event(end: ev.End) -> request_pb2.RequestEvent | None:
 
 # ---- workers
 @dataclass(frozen=True, slots=True)
-class WorkerHello:
-    engine_id: str
-    engine_epoch: int
-    rank: GlobalRank
-    num_blocks: int
-    num_slots: int
-    model_fingerprint: str
-    model_name: str
-    end_token_ids: tuple[Token, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RoundResult:
     """One replica's part of a round."""
 
     round_id: int
     replica: Replica
     rows: tuple[ev.PlaceTokens, ...]
-
-
-def introduce_worker(scheduler: str, fence: int) -> worker_pb2.WorkerCommand:
-    return worker_pb2.WorkerCommand(fence=fence, introduce=worker_pb2.Introduce(scheduler=scheduler))
 
 
 def round_commands(plan: ev.RoundPlan, fence: int) -> list[worker_pb2.WorkerCommand]:
@@ -192,35 +145,18 @@ def worker_report(message: worker_pb2.WorkerReport) -> WorkerHello | RoundResult
     """None for a report that a newer worker may send."""
     match message.WhichOneof("report"):
         case "hello":
-            it = message.hello
-            return WorkerHello(
-                engine_id=it.engine_id,
-                engine_epoch=it.engine_epoch,
-                rank=GlobalRank(it.rank),
-                num_blocks=it.num_blocks,
-                num_slots=it.num_slots,
-                model_fingerprint=it.model_fingerprint,
-                model_name=it.model_name,
-                end_token_ids=_tokens(it.end_token_ids),
-            )
+            return worker_hello(message.hello)
         case "round":
             it = message.round
             rows = tuple(ev.PlaceTokens(Place(row.place), _tokens(row.tokens), _tokens(row.window)) for row in it.tokens)
             return RoundResult(it.round_id, Replica(it.replica), rows)
         case "failure":
-            return failure_from(message.failure)
+            return read_failure(message.failure)
         case _:
             return None
 
 
 # ---- agents
-@dataclass(frozen=True, slots=True)
-class AgentHello:
-    engine_id: str
-    engine_epoch: int
-    rank: GlobalRank
-
-
 @dataclass(frozen=True, slots=True)
 class Paired:
     engine_id: str
@@ -236,47 +172,24 @@ RoomReport = ev.AgentRankReady | ev.AgentRoomFailed | ev.AgentDrained
 AgentReport = AgentHello | Paired | PairRefused | RoomReport | ev.Failure
 
 
-def introduce_agent(scheduler: str, fence: int) -> transfer_pb2.AgentCommand:
-    return transfer_pb2.AgentCommand(fence=fence, introduce=transfer_pb2.IntroduceAgent(scheduler=scheduler))
-
-
 def pair_command(hello: PrefillHello, agents: tuple[str, ...], fence: int) -> transfer_pb2.AgentCommand:
     pair = transfer_pb2.PairWith(engine_id=hello.engine_id, engine_epoch=hello.engine_epoch, agents=agents)
     return transfer_pb2.AgentCommand(fence=fence, pair=pair)
 
 
 def expect_command(it: Manifest, fence: int) -> transfer_pb2.AgentCommand:
-    manifest = transfer_pb2.Manifest(
-        request_id=it.request_id,
-        room=it.room,
-        attempt=it.attempt,
-        decode_epoch=it.decode_epoch,
-        replica=it.replica,
-        prefix_tokens=it.prefix_tokens,
-        prompt_tokens=it.prompt_tokens,
-        prompt_hash=it.prompt_hash,
-        blocks=it.blocks,
-        block_gens=it.block_gens,
-        slot=it.slot,
-        slot_gen=it.slot_gen,
-        timeout_ms=round(it.timeout * 1000),
-    )
-    return transfer_pb2.AgentCommand(fence=fence, expect=manifest)
-
-
-def cancel_command(room: Room, reason: str, fence: int) -> transfer_pb2.AgentCommand:
-    return transfer_pb2.AgentCommand(fence=fence, cancel=request_pb2.CancelRoom(room=room, reason=reason))
+    return transfer_pb2.AgentCommand(fence=fence, expect=manifest(it))
 
 
 def agent_report(rank: GlobalRank, message: transfer_pb2.AgentReport) -> AgentReport | None:
     """What the agent of `rank` says; None for a report that concerns a prefill engine, or that a newer agent may send."""
     match message.WhichOneof("report"):
         case "hello":
-            return AgentHello(message.hello.engine_id, message.hello.engine_epoch, GlobalRank(message.hello.rank))
+            return agent_hello(message.hello)
         case "paired":
             return Paired(message.paired.engine_id, message.paired.engine_epoch)
         case "pair_refused":
-            return PairRefused(failure_from(message.pair_refused))
+            return PairRefused(read_failure(message.pair_refused))
         case "rank_ready":
             it = message.rank_ready
             return ev.AgentRankReady(
@@ -292,40 +205,16 @@ def agent_report(rank: GlobalRank, message: transfer_pb2.AgentReport) -> AgentRe
             )
         case "failed":
             it = message.failed
-            return ev.AgentRoomFailed(rank, Room(it.room), it.attempt, failure_from(it.failure))
+            return ev.AgentRoomFailed(rank, Room(it.room), it.attempt, read_failure(it.failure))
         case "drained":
             return ev.AgentDrained(rank, Room(message.drained.room))
         case "fatal":
-            return failure_from(message.fatal)
+            return read_failure(message.fatal)
         case _:
             return None
 
 
 # ---- parts
-def sampling_from(message: common_pb2.Sampling) -> ev.Sampling:
-    return ev.Sampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        seed=message.seed,
-        max_tokens=message.max_tokens,
-        ignore_eos=message.ignore_eos,
-        stop_token_ids=_tokens(message.stop_token_ids),
-    )
-
-
-def sampling(it: ev.Sampling) -> common_pb2.Sampling:
-    return common_pb2.Sampling(
-        temperature=it.temperature,
-        top_p=it.top_p,
-        top_k=it.top_k,
-        seed=it.seed,
-        max_tokens=it.max_tokens,
-        ignore_eos=it.ignore_eos,
-        stop_token_ids=it.stop_token_ids,
-    )
-
-
 def _round(plan: ev.RoundPlan, part: ev.ReplicaPlan) -> worker_pb2.RoundPlan:
     return worker_pb2.RoundPlan(
         round_id=plan.round_id,

@@ -56,7 +56,7 @@ class Clients:
         begun = False
         async for publication in submission.outbox.sending():
             if isinstance(publication, ev.PublishFailure) and not begun:
-                raise wire.error_of(publication.failure)
+                raise publication.failure.error()
             begun = True
             yield wire.request_event(publication, decode_address())
 

@@ -6,30 +6,9 @@ from typing import Literal
 
 from services.contracts.ids import BlockId, GlobalRank, Replica, RequestId, Room, SlotId, Token
 from services.contracts.lifecycle import State
+from services.contracts.messages import Failure, Sampling
 
 Value = str | int | float
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A typed error as data; `code` is one of k3mesh.errors."""
-
-    code: str
-    message: str
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen; passed on to the workers as it came."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    max_tokens: int = 1
-    ignore_eos: bool = False
-    stop_token_ids: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from services.contracts.ids import RequestId
 from services.runtime.ledger import Ledger, Value
 from services.runtime.shell import Shell
 from services.runtime.telemetry import log
-from services.scheduler.prefill import wire
 from services.scheduler.prefill.clients import Clients
 from services.scheduler.prefill.fleet import Fleet
 from services.scheduler.prefill.pairing import DecodeLink
@@ -129,7 +128,7 @@ class PrefillScheduler:
         try:
             await self.fleet.run(self.shell.post)
         except EngineLost as error:
-            self.shell.post(ev.EngineFailed(wire.failure_of(error)))
+            self.shell.post(ev.EngineFailed(ev.Failure.of(error)))
 
     async def _hear_cancels(self) -> None:
         """The decode scheduler reads the same stream for what it has installed."""

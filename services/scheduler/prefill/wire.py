@@ -6,36 +6,19 @@ from array import array
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from k3mesh.errors import BadRequest, MeshError, from_code
-from k3mesh.v1 import common_pb2, request_pb2, transfer_pb2, worker_pb2
+from k3mesh.errors import BadRequest
+from k3mesh.v1 import request_pb2, transfer_pb2, worker_pb2
 from services.contracts.ids import GlobalRank, Replica, RequestId, Room, Token
+from services.runtime.wire import failure, read_failure, read_sampling, sampling
 from services.scheduler.prefill import events as ev
+from services.scheduler.wire import REASONS, AgentHello, PrefillHello, WorkerHello, agent_hello, worker_hello
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 TOKEN_BYTES = 4
-REASONS = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_REASON_LENGTH}
 
 Publication = (
     ev.PublishQueued | ev.PublishAttached | ev.PublishTokens | ev.PublishFinished | ev.PublishFailure | ev.PublishHandedOver
 )
-
-
-# ---- failures
-def failure_of(error: MeshError) -> ev.Failure:
-    return ev.Failure(error.code, error.message, error.detail)
-
-
-def error_of(failure: ev.Failure) -> MeshError:
-    return from_code(failure.code, failure.message, failure.detail)
-
-
-def failure_from(message: common_pb2.Failure) -> ev.Failure:
-    return ev.Failure(message.code, message.message, message.detail)
-
-
-def failure(it: ev.Failure) -> common_pb2.Failure:
-    retryable = error_of(it).retryable
-    return common_pb2.Failure(code=it.code, message=it.message, retryable=retryable, detail=it.detail)
 
 
 # ---- clients
@@ -55,7 +38,7 @@ def request_arrived(message: request_pb2.SubmitRequest, default_timeout: float, 
     return ev.RequestArrived(
         request_id=RequestId(message.request_id),
         prompt_tokens=len(message.prompt) // TOKEN_BYTES,
-        sampling=_sampling_from(message.sampling),
+        sampling=read_sampling(message.sampling),
         timeout=message.timeout_ms / 1000 or default_timeout,
     )
 
@@ -85,18 +68,6 @@ def request_event(it: Publication, decode_address: str) -> request_pb2.RequestEv
 
 
 # ---- decode scheduler
-@dataclass(frozen=True, slots=True)
-class PrefillHello:
-    engine_id: str
-    engine_epoch: int
-    stages: int
-    tp_size: int
-    agents: tuple[str, ...]  # by global rank
-    model_fingerprint: str
-    verify_width: int
-    max_model_len: int
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeHello:
     engine_id: str
@@ -136,7 +107,7 @@ def reserve(it: ev.Reserve, prompt_hash: bytes) -> request_pb2.PrefillToDecode:
         attempt=it.attempt,
         prompt_tokens=it.prompt_tokens,
         prompt_hash=prompt_hash,
-        sampling=_sampling(it.sampling),
+        sampling=sampling(it.sampling),
         timeout_ms=max(1, round(it.timeout * 1000)),
     )
     return request_pb2.PrefillToDecode(reserve=message)
@@ -165,7 +136,7 @@ def from_decode(message: request_pb2.DecodeToPrefill) -> FromDecode | None:
                 accepted=reply.accepted,
                 replica=Replica(reply.replica),
                 prefix_tokens=reply.prefix_tokens,
-                failure=failure_from(reply.failure) if reply.HasField("failure") else None,
+                failure=read_failure(reply.failure) if reply.HasField("failure") else None,
             )
         case "capacity":
             return ev.CapacityFreed()
@@ -173,31 +144,14 @@ def from_decode(message: request_pb2.DecodeToPrefill) -> FromDecode | None:
             return ev.RoomInstalled(Room(message.installed.room))
         case "ended":
             ended = message.ended
-            return ev.RoomEnded(Room(ended.room), failure_from(ended.failure) if ended.HasField("failure") else None)
+            return ev.RoomEnded(Room(ended.room), read_failure(ended.failure) if ended.HasField("failure") else None)
         case "refused":
-            return Refused(failure_from(message.refused))
+            return Refused(read_failure(message.refused))
         case _:
             return None
 
 
 # ---- workers
-@dataclass(frozen=True, slots=True)
-class WorkerHello:
-    engine_id: str
-    engine_epoch: int
-    rank: GlobalRank
-    num_blocks: int
-    num_slots: int
-    model_fingerprint: str
-    model_name: str
-    vocab_size: int
-    end_token_ids: tuple[int, ...]
-
-
-def introduce_worker(scheduler: str, fence: int) -> worker_pb2.WorkerCommand:
-    return worker_pb2.WorkerCommand(fence=fence, introduce=worker_pb2.Introduce(scheduler=scheduler))
-
-
 def step_command(step: ev.PrefillStep, prompt: Callable[[RequestId], bytes], fence: int) -> worker_pb2.WorkerCommand:
     """`prompt` gives a request's token bytes, of which each row carries its chunk and, in front of another, one more token."""
 
@@ -214,7 +168,7 @@ def step_command(step: ev.PrefillStep, prompt: Callable[[RequestId], bytes], fen
             tokens=tokens(row, row.start, row.end),
             new_blocks=row.new_blocks,
             slot=row.slot,
-            sampling=_sampling(row.sampling) if row.last else None,
+            sampling=sampling(row.sampling) if row.last else None,
             prefix_tokens=row.prefix_tokens,
             next_token=int.from_bytes(tokens(row, row.end, row.end + 1), "little"),
         )
@@ -231,93 +185,41 @@ def worker_report(message: worker_pb2.WorkerReport) -> WorkerHello | ev.StepDone
     """None for a report that is not a prefill worker's."""
     match message.WhichOneof("report"):
         case "hello":
-            it = message.hello
-            return WorkerHello(
-                engine_id=it.engine_id,
-                engine_epoch=it.engine_epoch,
-                rank=GlobalRank(it.rank),
-                num_blocks=it.num_blocks,
-                num_slots=it.num_slots,
-                model_fingerprint=it.model_fingerprint,
-                model_name=it.model_name,
-                vocab_size=it.vocab_size,
-                end_token_ids=tuple(it.end_token_ids),
-            )
+            return worker_hello(message.hello)
         case "step":
             step = message.step
             first = tuple(ev.FirstToken(Room(token.room), Token(token.token)) for token in step.first_tokens)
             return ev.StepDone(step.step_id, step.stage, step.started, step.ended, first)
         case "failure":
-            return failure_from(message.failure)
+            return read_failure(message.failure)
         case _:
             return None
 
 
 # ---- agents
-@dataclass(frozen=True, slots=True)
-class AgentHello:
-    engine_id: str
-    engine_epoch: int
-    rank: GlobalRank
-    peer_address: str
-
-
 AgentReport = AgentHello | ev.RoomReady | ev.RoomFailed | ev.SourceReleased | ev.Drained | ev.Failure
-
-
-def introduce_agent(scheduler: str, fence: int) -> transfer_pb2.AgentCommand:
-    return transfer_pb2.AgentCommand(fence=fence, introduce=transfer_pb2.IntroduceAgent(scheduler=scheduler))
-
-
-def cancel_command(it: ev.CancelOnAgents, fence: int) -> transfer_pb2.AgentCommand:
-    return transfer_pb2.AgentCommand(fence=fence, cancel=request_pb2.CancelRoom(room=it.room, reason=it.reason))
 
 
 def agent_report(rank: GlobalRank, message: transfer_pb2.AgentReport) -> AgentReport | None:
     """What the agent of `rank` says; None for a report that is not a prefill agent's."""
     match message.WhichOneof("report"):
         case "hello":
-            it = message.hello
-            return AgentHello(it.engine_id, it.engine_epoch, GlobalRank(it.rank), it.peer_address)
+            return agent_hello(message.hello)
         case "ready":
             return ev.RoomReady(rank, Room(message.ready.room))
         case "failed":
-            return ev.RoomFailed(rank, Room(message.failed.room), failure_from(message.failed.failure))
+            return ev.RoomFailed(rank, Room(message.failed.room), read_failure(message.failed.failure))
         case "released":
             return ev.SourceReleased(rank, Room(message.released.room), message.released.bytes)
         case "drained":
             return ev.Drained(rank, Room(message.drained.room))
         case "fatal":
-            return failure_from(message.fatal)
+            return read_failure(message.fatal)
         case _:
             return None
 
 
 # ---- parts
-def _sampling_from(message: common_pb2.Sampling) -> ev.Sampling:
-    return ev.Sampling(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        seed=message.seed,
-        max_tokens=message.max_tokens,
-        ignore_eos=message.ignore_eos,
-        stop_token_ids=tuple(map(Token, message.stop_token_ids)),
-    )
-
-
-def _sampling(it: ev.Sampling) -> common_pb2.Sampling:
-    return common_pb2.Sampling(
-        temperature=it.temperature,
-        top_p=it.top_p,
-        top_k=it.top_k,
-        seed=it.seed,
-        max_tokens=it.max_tokens,
-        ignore_eos=it.ignore_eos,
-        stop_token_ids=it.stop_token_ids,
-    )
-
-
 def _unpack(prompt: bytes) -> "array[int]":
     ids = array("I", prompt)
     if sys.byteorder == "big":
