@@ -349,6 +349,8 @@ def _translate(error: grpc.aio.AioRpcError, address: str) -> MeshError:
             return from_code(failure.code, failure.message, failure.detail)
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded("the request's time is up; allow more with `timeout`, or send less")
+    if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return BadRequest(f"the request is too large for {address} ({error.details()}); send a shorter prompt", param="prompt")
     if error.code() == grpc.StatusCode.CANCELLED:
         return Cancelled("the call was cancelled")
     return EngineLost(f"{address} does not answer ({error.code().name}: {error.details()}); check that the mesh runs")

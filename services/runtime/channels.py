@@ -9,7 +9,7 @@ from k3mesh.errors import EngineLost, MeshError, from_code
 from k3mesh.v1 import common_pb2
 
 FAILURE_KEY = "k3mesh-failure-bin"  # trailing metadata: a serialised Failure beside the status
-MESSAGE_LIMIT = 256 << 20  # a prompt of a million ids is 4 MB; the cap bounds what a peer can make us hold
+MESSAGE_LIMIT = 32 << 20  # a prompt of a million ids is 4 MB; the cap bounds what a peer can make us hold and parse
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),

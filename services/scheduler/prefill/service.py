@@ -23,8 +23,8 @@ class PrefillService(request_pb2_grpc.PrefillSchedulerServicer):
     async def Submit(self, request: request_pb2.SubmitRequest, context: Any) -> AsyncIterator[request_pb2.RequestEvent]:
         scheduler = self._up()
         scheduler.check_open()
-        vocab_size = scheduler.planner.limits.vocab_size
-        arrived = wire.request_arrived(request, self._arguments.request_timeout, vocab_size)
+        limits = scheduler.planner.limits
+        arrived = wire.request_arrived(request, self._arguments.request_timeout, limits.vocab_size, limits.max_model_len)
         link = scheduler.link
         async for event in scheduler.clients.follow(arrived, request.prompt, lambda: link.client_address, context):
             yield event

@@ -15,6 +15,7 @@ from services.scheduler.wire import REASONS, AgentHello, PrefillHello, WorkerHel
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 TOKEN_BYTES = 4
+MAX_STOP_TOKENS = 1024
 
 Publication = (
     ev.PublishQueued | ev.PublishAttached | ev.PublishTokens | ev.PublishFinished | ev.PublishFailure | ev.PublishHandedOver
@@ -22,8 +23,11 @@ Publication = (
 
 
 # ---- clients
-def request_arrived(message: request_pb2.SubmitRequest, default_timeout: float, vocab_size: int) -> ev.RequestArrived:
-    """BadRequest for what no planner should see: a bad id, bytes that are no token ids, ids outside the vocabulary."""
+def request_arrived(
+    message: request_pb2.SubmitRequest, default_timeout: float, vocab_size: int, max_model_len: int
+) -> ev.RequestArrived:
+    """BadRequest for what no planner should see: a bad id, bytes that are no token ids, ids outside the vocabulary, and more
+    of them than one request can have, which nobody has the time to look through."""
     if not REQUEST_ID.fullmatch(message.request_id):
         raise BadRequest(
             f"request_id {message.request_id!r}: must be 1 to 64 of letters, digits, '_', '.', '-'", param="request_id"
@@ -33,11 +37,17 @@ def request_arrived(message: request_pb2.SubmitRequest, default_timeout: float, 
             f"prompt of {len(message.prompt)} bytes: must be little-endian uint32 token ids, {TOKEN_BYTES} bytes each",
             param="prompt",
         )
+    if (tokens := len(message.prompt) // TOKEN_BYTES) > max_model_len:
+        raise BadRequest(
+            f"{tokens} prompt tokens exceed the context length of {max_model_len}; shorten the prompt", param="prompt"
+        )
+    if (stops := len(message.sampling.stop_token_ids)) > MAX_STOP_TOKENS:
+        raise BadRequest(f"{stops} stop_token_ids: there may be {MAX_STOP_TOKENS} at most", param="stop_token_ids")
     _check_ids("prompt", _unpack(message.prompt), vocab_size)
     _check_ids("stop_token_ids", message.sampling.stop_token_ids, vocab_size)
     return ev.RequestArrived(
         request_id=RequestId(message.request_id),
-        prompt_tokens=len(message.prompt) // TOKEN_BYTES,
+        prompt_tokens=tokens,
         sampling=read_sampling(message.sampling),
         timeout=message.timeout_ms / 1000 or default_timeout,
     )
