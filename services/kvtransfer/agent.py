@@ -139,7 +139,7 @@ class Agent:
         )
         await server.start()
         stack.push_async_callback(server.stop, GRACE_S)
-        stack.callback(peers.close_all, "the agent ends")
+        stack.push_async_callback(peers.close)
         control.address = server.address
         worker.accept()
         await self._run(process, server, shell, worker, control, peers)

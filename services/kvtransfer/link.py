@@ -18,7 +18,6 @@ from services.kvtransfer.messages import FromPeer, Link, PeerMessage
 from services.runtime import channels
 from services.runtime.telemetry import log
 
-BEAT_S = 5.0
 MISSED_BEATS = 2
 HELLO_S = 10.0
 
@@ -37,8 +36,10 @@ class Hello:
 class PeerLink:
     """The stream as both ends see it. `ended` holds the reason once it is over."""
 
-    def __init__(self, number: Link):
+    def __init__(self, number: Link, beat: float):
+        """`beat`: seconds of silence before a heartbeat is sent, and after which one is missed."""
         self.number = number
+        self._beat = beat
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._out: asyncio.Queue[transfer_pb2.PeerMessage | None] = asyncio.Queue()
 
@@ -68,11 +69,11 @@ class PeerLink:
             self._out.put_nowait(None)
 
     async def outgoing(self) -> AsyncIterator[transfer_pb2.PeerMessage]:
-        """What gRPC sends: the queue, and a heartbeat where it is silent for BEAT_S."""
+        """What gRPC sends: the queue, and a heartbeat where it is silent."""
         beats = 0
         while True:
             try:
-                async with asyncio.timeout(BEAT_S):
+                async with asyncio.timeout(self._beat):
                     message = await self._out.get()
             except TimeoutError:
                 beats += 1
@@ -104,7 +105,7 @@ class PeerLink:
         reason = "the peer closed it"
         try:
             while not self.ended.done():
-                async with asyncio.timeout(BEAT_S * (MISSED_BEATS + 0.5)):
+                async with asyncio.timeout(self._beat * (MISSED_BEATS + 0.5)):
                     message = await anext(source, None)
                 if message is None:
                     break

@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from k3mesh.errors import ConfigError, EngineLost
@@ -32,7 +33,7 @@ class WorkerSocket:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         mask = os.umask(0o177)
         try:
-            if os.path.exists(path):
+            with suppress(FileNotFoundError):
                 os.unlink(path)  # of an earlier life; there is one agent to a path
             self._listener.bind(path)
         except OSError as error:
@@ -43,6 +44,7 @@ class WorkerSocket:
         finally:
             os.umask(mask)
         self._listener.listen(1)
+        self._inode = os.stat(path).st_ino
         self._worker: socket.socket | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -54,6 +56,7 @@ class WorkerSocket:
         try:
             async with asyncio.timeout(timeout):
                 self._worker, _ = await loop.sock_accept(self._listener)
+                self._listener.close()  # one worker, once
                 self._worker.setblocking(False)
                 head, fds = await _receive_fds(self._worker)
                 self._reader, self._writer = await asyncio.open_unix_connection(sock=self._worker, limit=MESSAGE_LIMIT)
@@ -93,8 +96,9 @@ class WorkerSocket:
             self._writer.close()
         elif self._worker is not None:
             self._worker.close()
-        if os.path.exists(self._path):
-            os.unlink(self._path)
+        with suppress(FileNotFoundError):
+            if os.stat(self._path).st_ino == self._inode:  # and not of an agent that has taken our place
+                os.unlink(self._path)
 
 
 def _length(head: bytes) -> int:

@@ -215,12 +215,14 @@ class Sent:
 
     frame: FrameId
     error: str | None = None
+    peer_gone: bool = False  # the error is the link's
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
     frame: FrameId
     error: str | None = None
+    peer_gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from k3mesh.errors import ConfigError, EngineLost, MeshError
 from k3mesh.v1 import transfer_pb2, transfer_pb2_grpc
 from services.contracts.placement import pair_check
 from services.kvtransfer.link import Hello, PeerLink
-from services.kvtransfer.messages import Failure, LinkLost, Paired
+from services.kvtransfer.messages import Failure, Paired
 from services.kvtransfer.peers import Peers
 from services.runtime import channels
 from services.runtime.telemetry import log
@@ -110,7 +110,7 @@ class Pairer:
                 self._report(Outcome(wanted))
                 log.info("paired", engine=wanted.engine_id, epoch=wanted.engine_epoch, link_epoch=self._link_epoch)
                 lost = await self._carry(dialled)
-                log.warning("pairing lost", engine=wanted.engine_id, link=lost.link, reason=lost.reason)
+                log.warning("pairing lost", engine=wanted.engine_id, link=lost.number, reason=lost.ended.result())
                 return None
         finally:
             self._paired = None
@@ -147,21 +147,20 @@ class Pairer:
         pair_check([it.peer.placement for it in dialled], self._peers.placement)
         return dialled
 
-    async def _carry(self, dialled: Sequence[Dialled]) -> LinkLost:
-        """Until the first link ends, by itself or by cancellation; the others end with it, and their endpoints are fenced."""
+    async def _carry(self, dialled: Sequence[Dialled]) -> PeerLink:
+        """Until the first link ends, by itself or by cancellation; the others end with it, and all endpoints are fenced."""
         readers = [asyncio.ensure_future(it.link.read(it.source, self._peers.post)) for it in dialled]
         try:
-            await asyncio.wait(readers, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([it.link.ended for it in dialled], return_when=asyncio.FIRST_COMPLETED)
         finally:
             lost = next((it.link for it in dialled if it.link.ended.done()), dialled[0].link)
-            lost.close("another pairing takes its place")
-            event = LinkLost(lost.number, lost.ended.result())
-            self._peers.post(event)
-            for it in dialled:
-                it.link.close("another link of the pairing is lost")
-                await self._peers.part(it.link)
-        await asyncio.wait(readers, timeout=FAREWELL_S)
-        return event
+            for link in (lost, *(it.link for it in dialled)):
+                link.close("another pairing takes its place" if link is lost else "another link of the pairing is lost")
+                self._peers.part(link)
+            for reader in readers:
+                reader.cancel()
+            await asyncio.wait(readers)
+        return lost
 
     async def _leave(self, link: PeerLink, call: Any) -> None:
         """Let what is queued go out, then end the call."""
@@ -172,4 +171,4 @@ class Pairer:
         except TimeoutError:
             pass
         call.cancel()
-        await self._peers.part(link)
+        self._peers.part(link)

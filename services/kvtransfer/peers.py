@@ -40,9 +40,10 @@ class Peers:
         self._staging = staging
         self._numbers = count(1)
         self._lines: dict[Link, Line] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
 
     def new_link(self) -> PeerLink:
-        return PeerLink(Link(next(self._numbers)))
+        return PeerLink(Link(next(self._numbers)), self.limits.beat)
 
     def hello(self, link_id: int, link_epoch: int) -> Hello:
         return Hello(self.placement, self.transport.address, link_id, link_epoch, self.limits.frame_bytes)
@@ -55,15 +56,22 @@ class Peers:
             raise EngineLost(f"{peer.placement.name} cannot be reached by UCX: {error}", detail="PD_PEER_DEAD") from error
         self._lines[link.number] = Line(link, endpoint, link_id << 48 | link_epoch << 32)
 
-    async def part(self, link: PeerLink) -> None:
+    def part(self, link: PeerLink) -> None:
         """The link is over: fence its endpoint. Sends and receives on it end by this."""
         line = self._lines.pop(link.number, None)
         if line is not None:
-            await line.endpoint.abort()
+            self.post(LinkLost(link.number, link.ended.result()))
+            task = asyncio.ensure_future(line.endpoint.abort())
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
 
-    def close_all(self, reason: str) -> None:
-        for line in self._lines.values():
-            line.link.close(reason)
+    async def close(self) -> None:
+        """End all links, and wait until their endpoints are down."""
+        for line in list(self._lines.values()):
+            line.link.close("the agent ends")
+            self.part(line.link)
+        if self._aborts:
+            await asyncio.wait(self._aborts)
 
     # ---- effects
     def tell(self, effect: ToPeer) -> None:
@@ -87,7 +95,7 @@ class Peers:
         try:
             await line.endpoint.send(line.tags | effect.seq, self._staging.frame(effect.frame, effect.length))
         except TransportError as error:
-            return Sent(effect.frame, str(error))
+            return Sent(effect.frame, str(error), error.peer_gone)
         return Sent(effect.frame)
 
     async def _receive(self, effect: Receive, line: Line | None) -> Received:
@@ -96,7 +104,7 @@ class Peers:
         try:
             await line.endpoint.receive(line.tags | effect.seq, self._staging.frame(effect.frame, effect.length))
         except TransportError as error:
-            return Received(effect.frame, str(error))
+            return Received(effect.frame, str(error), error.peer_gone)
         return Received(effect.frame)
 
 
@@ -131,12 +139,11 @@ class PeerService(transfer_pb2_grpc.TransferPeerServicer):
                 yield message
         finally:
             link.close("the stream ended")
+            self._peers.part(link)
+            log.info("unlinked", link=link.number, peer=peer.placement.name, reason=link.ended.result())
             if reader is not None:
                 reader.cancel()
                 await asyncio.wait([reader])
-            self._peers.post(LinkLost(link.number, link.ended.result()))
-            await self._peers.part(link)
-            log.info("unlinked", link=link.number, peer=peer.placement.name, reason=link.ended.result())
 
     def _check(self, peer: Hello) -> None:
         """What one stage can tell by itself; the pair check of all stages is D's."""

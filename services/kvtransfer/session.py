@@ -45,6 +45,7 @@ class Limits:
     progress: float = 30.0  # seconds that a granted frame or an unanswered offer may take
     drain: float = 10.0  # seconds that a stopped room may stay in flight before its link is cut
     grace: float = 10.0  # seconds that P gives a room beyond D's deadline, so that D is the one to end it
+    beat: float = 5.0  # seconds between the heartbeats of a link; two missed are its end
     tombstones: int = 4096
 
     @property

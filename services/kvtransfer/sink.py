@@ -258,7 +258,10 @@ class SinkSession(Session):
     def _received(self, event: Received) -> None:
         incoming = self._frames[event.frame]
         sink = self._alive(incoming.room)
-        if sink is None:
+        if event.peer_gone and self._pairing is not None and incoming.link in self._pairing.links:
+            self.emit(CloseLink(incoming.link, event.error or ""))
+            self._free(event.frame)
+        elif sink is None:
             self._free(event.frame)
         elif event.error is not None:
             message = f"room {incoming.room:x}: receiving a frame of stage {incoming.stage} failed: {event.error}"

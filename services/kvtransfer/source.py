@@ -310,6 +310,8 @@ class SourceSession(Session):
             self.totals["frames"] += 1
             if source is not None:
                 source.progress_at = self._now
+        elif event.peer_gone and held.link in self._peers:
+            self.emit(CloseLink(held.link, event.error))
         elif source is not None and source.phase is not Phase.FAILED:
             self._fail(held.room, transfer_failed("PD_TRANSFER", f"room {held.room:x}: sending a frame failed: {event.error}"))
         self._free(event.frame)

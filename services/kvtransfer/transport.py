@@ -25,8 +25,15 @@ ENVIRONMENT = {  # the TCP profile; the environment of the process goes first
 WAKE_MS = 100
 
 
+PEER_GONE = ("ConnectionReset", "Canceled", "EndpointTimeout", "NotConnected", "Close")  # UCX's errors of a dead endpoint
+
+
 class TransportError(Exception):
-    """A send or receive that did not happen: the peer is gone, or the endpoint was aborted."""
+    """A send or receive that did not happen. `peer_gone`: nor will any other on its endpoint."""
+
+    def __init__(self, message: str, peer_gone: bool = False):
+        super().__init__(message)
+        self.peer_gone = peer_gone
 
 
 class Transport:
@@ -73,7 +80,8 @@ class Transport:
         try:
             await transfer
         except self._ucxx.exceptions.UCXError as error:
-            raise TransportError(f"{type(error).__name__}: {error}") from error
+            name = type(error).__name__
+            raise TransportError(f"{name}: {error}", any(word in name for word in PEER_GONE)) from error
 
 
 class Endpoint:
@@ -101,4 +109,4 @@ class Endpoint:
 
     def _check(self) -> None:
         if self._aborted:
-            raise TransportError("the endpoint was aborted")
+            raise TransportError("the endpoint was aborted", peer_gone=True)

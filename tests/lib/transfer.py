@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -84,6 +85,7 @@ class AgentProcess:
     stub: transfer_pb2_grpc.TransferControlStub
     drive: Any
     hello: transfer_pb2.AgentHello
+    socket: str
     reports: list[transfer_pb2.AgentReport] = field(default_factory=list)
     grown: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -159,14 +161,19 @@ class Pools:
 
 
 @asynccontextmanager
-async def agent(placement: Placement, directory: Path, *, damage: str = "", **limits: Any) -> AsyncIterator[AgentProcess]:
-    """A running agent whose worker has exported and whose scheduler has introduced itself."""
+async def agent(
+    placement: Placement, directory: Path, *, damage: str = "", as_rank: int | None = None, **limits: Any
+) -> AsyncIterator[AgentProcess]:
+    """A running agent whose worker has exported and whose scheduler has introduced itself. `as_rank`: what the agent is told
+    to be, where it is not its worker's."""
     from services.worker.cache.export import AgentLink
     from tests.lib.ranks import free_address
 
+    directory.mkdir(exist_ok=True)
     name = f"{placement.role}-{placement.global_rank}"
     path, address = directory / f"{name}.sock", free_address()
-    options = dict(engine_id=placement.engine_id, role=placement.role, rank=placement.global_rank, listen=address)
+    rank = placement.global_rank if as_rank is None else as_rank
+    options: dict[str, Any] = dict(engine_id=placement.engine_id, role=placement.role, rank=rank, listen=address)
     options |= dict(agent_socket=str(path), damage=damage, limits=SMALL | limits)
     log = (directory / f"{name}.log").open("wb")
     process = await asyncio.create_subprocess_exec(
@@ -186,7 +193,7 @@ async def agent(placement: Placement, directory: Path, *, damage: str = "", **li
         stack.callback(drive.cancel)
         await drive.write(transfer_pb2.AgentCommand(fence=1, introduce=transfer_pb2.IntroduceAgent(scheduler="test")))
         hello = (await drive.read()).hello
-        made = AgentProcess(placement, hello.peer_address, process, pools, worker, stub, drive, hello)
+        made = AgentProcess(placement, hello.peer_address, process, pools, worker, stub, drive, hello, str(path))
         listening = asyncio.ensure_future(made.listen())
         stack.push_async_callback(_cancel, listening)
         yield made
@@ -215,8 +222,9 @@ class Mesh:
     replicas: Sequence[AgentProcess]
     random: Random = field(default_factory=lambda: Random(7))
 
-    async def pair(self, decode: AgentProcess) -> None:
-        pair = transfer_pb2.PairWith(engine_id="prefill-0", engine_epoch=EPOCHS["prefill"])
+    async def pair(self, decode: AgentProcess, epoch: int = EPOCHS["prefill"]) -> None:
+        """Tell D to pair, and wait for its answer."""
+        pair = transfer_pb2.PairWith(engine_id="prefill-0", engine_epoch=epoch)
         pair.agents.extend(stage.address for stage in self.stages)
         before = decode.reports.copy()
         await decode.command(pair=pair)
@@ -235,7 +243,7 @@ class Mesh:
 
 @asynccontextmanager
 async def mesh(directory: Path, *, stages: int = 2, replicas: int = 1, damage: str = "", **limits: Any) -> AsyncIterator[Mesh]:
-    """Agents of a prefill engine and of decode replicas, paired."""
+    """Agents of a prefill engine and of decode replicas, paired. Damage is done to what stage 0 sends."""
     records = [record("prefill", stage, stages=stages) for stage in range(stages)]
     records += [record("decode", dp=dp, dp_size=replicas) for dp in range(replicas)]
     async with AsyncExitStack() as stack:
@@ -382,33 +390,44 @@ def _main() -> None:
     from services.runtime.process import run
 
     class DamagedEndpoint(Endpoint):
+        def __init__(self, *parts: Any):
+            super().__init__(*parts)
+            self._over = asyncio.Event()
+
         async def send(self, tag: int, buffer: Any) -> None:
-            """The third frame goes out with one bit wrong, or never (`hold`: it stays in flight until the end)."""
-            if tag & 0xFFFFFFFF == 2:
+            """The process's third frame goes out with one bit wrong, or (`hold`) not before the end of the link."""
+            if next(frames) == 2:
                 if options["damage"] == "hold":
-                    await asyncio.Event().wait()
+                    await self._over.wait()
                 buffer = buffer.copy()
                 buffer[len(buffer) // 2] ^= 1
             await super().send(tag, buffer)
+
+        async def abort(self) -> None:
+            await super().abort()
+            self._over.set()
 
     class DamagedTransport(Transport):
         async def connect(self, address: bytes) -> Endpoint:
             whole = await super().connect(address)
             return DamagedEndpoint(self, whole._endpoint)
 
-    class Arguments:
-        parse = staticmethod(json.loads)
-
     options = json.loads(sys.argv[1])
+    frames = count()
     place = Place(
         *(options[key] for key in ("engine_id", "role", "rank", "listen", "agent_socket")), startup_timeout=DEADLINE_S
     )
-    transport = DamagedTransport if options["damage"] and options["role"] == "prefill" else Transport
+    damaged = options["damage"] and options["role"] == "prefill" and options["rank"] == 0
+    transport = DamagedTransport if damaged else Transport
 
     async def main(process: Any, _: Any) -> None:
         await Agent(place, Limits(**options["limits"]), transport).run(process)
 
-    Arguments.parse = staticmethod(lambda argv: argv)
+    class Arguments:
+        @classmethod
+        def parse(cls, argv: list[str]) -> list[str]:
+            return argv
+
     run("agent", main, Arguments)
 
 
