@@ -81,6 +81,21 @@ class MlaAttention(Protocol):
         ...
 
 
+class MlaBlock(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        cu_seqlens: Tensor,
+        scale: float,
+        latent: int,
+    ) -> Tensor:
+        """As MlaAttention, but not causal: every row of a sequence sees all its context_lens rows (spec speculation §3)."""
+        ...
+
+
 class ShortConv(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, state: Tensor, slots: Tensor, fresh: Tensor, cu_seqlens: Tensor) -> Tensor:
         """silu(causal depthwise conv) with carried history (spec k3-model §5).
@@ -88,6 +103,12 @@ class ShortConv(Protocol):
         x [T, C]; weight [C, W] float32, the last column hits the current row; state [slots, C, W-1], oldest first, updated
         in place at slots [B] int64; where fresh [B] bool, or in the null slot 0, the history is zero. -> [T, C], x's dtype.
         """
+        ...
+
+
+class ShortConvVerify(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, state: Tensor, slots: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """ShortConv of rows that may be rejected: reads the history and leaves it as it is. No sequence is fresh."""
         ...
 
 
@@ -111,6 +132,50 @@ class KdaScan(Protocol):
 
         q, k, v, decay [T, H, D] (after conv and SiLU; decay raw); beta [T, H] logits; a_log [H], dt_bias [H, D] float32;
         state [slots, H, key, value] float32, updated in place at slots [B]; fresh as for ShortConv. -> o [T, H, D], q's dtype.
+        """
+        ...
+
+
+class KdaVerify(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        lower_bound: float,
+        state: Tensor,
+        slots: Tensor,
+        cu_seqlens: Tensor,
+    ) -> Tensor:
+        """KdaScan of rows that may be rejected: reads the state and leaves it as it is. No sequence is fresh."""
+        ...
+
+
+class KdaCommit(Protocol):
+    def __call__(
+        self,
+        qkv: Tensor,
+        conv_weight: Tensor,
+        conv_state: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        lower_bound: float,
+        state: Tensor,
+        slots: Tensor,
+        cu_seqlens: Tensor,
+        accepted: Tensor,
+    ) -> None:
+        """Moves both states, in place, on by the first accepted[b] rows of each verified sequence (spec speculation §8).
+
+        The rows are replayed from what verify was given, by its formulas in its order: qkv [T, 3 * H * D] before the
+        convolution; the rest as for ShortConv and KdaScan. accepted [B] int64, at least 1 and at most the sequence's rows.
+        Sequences of the null slot 0 are skipped.
         """
         ...
 
@@ -171,9 +236,13 @@ class Ops:
     mla_write: MlaWrite
     mla_extend: MlaAttention  # prompt chunks, any number of rows a sequence
     mla_decode: MlaAttention  # decode rounds, the same few rows for every sequence
+    mla_block: MlaBlock  # a drafter's block of proposals
     short_conv: ShortConv
+    short_conv_verify: ShortConvVerify
     kda_extend: KdaScan
     kda_decode: KdaScan
+    kda_verify: KdaVerify
+    kda_commit: KdaCommit
     kda_output: KdaOutput
     router: Router
     prepare_experts: PrepareExperts

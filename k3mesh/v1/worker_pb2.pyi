@@ -84,7 +84,7 @@ class PrefillStep(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[ChunkRow, _Mapping]]] = ...) -> None: ...
 
 class ChunkRow(_message.Message):
-    __slots__ = ("request_id", "room", "start", "end", "last", "tokens", "new_blocks", "slot", "sampling", "prefix_tokens")
+    __slots__ = ("request_id", "room", "start", "end", "last", "tokens", "new_blocks", "slot", "sampling", "prefix_tokens", "next_token")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class ChunkRow(_message.Message):
     SLOT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     room: int
     start: int
@@ -105,7 +106,8 @@ class ChunkRow(_message.Message):
     slot: int
     sampling: _common_pb2.Sampling
     prefix_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., room: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., last: _Optional[bool] = ..., tokens: _Optional[bytes] = ..., new_blocks: _Optional[_Iterable[int]] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_tokens: _Optional[int] = ...) -> None: ...
+    next_token: int
+    def __init__(self, request_id: _Optional[str] = ..., room: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., last: _Optional[bool] = ..., tokens: _Optional[bytes] = ..., new_blocks: _Optional[_Iterable[int]] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., next_token: _Optional[int] = ...) -> None: ...
 
 class StepDone(_message.Message):
     __slots__ = ("step_id", "stage", "started", "ended", "first_tokens")

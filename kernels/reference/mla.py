@@ -15,6 +15,25 @@ def mla_write(rows: Tensor, write_slots: Tensor, cache: Tensor) -> None:
 def mla_attention(
     q: Tensor, cache: Tensor, block_tables: Tensor, context_lens: Tensor, cu_seqlens: Tensor, scale: float, latent: int
 ) -> Tensor:
+    return _attend(q, cache, block_tables, context_lens, cu_seqlens, scale, latent, causal=True)
+
+
+def mla_block(
+    q: Tensor, cache: Tensor, block_tables: Tensor, context_lens: Tensor, cu_seqlens: Tensor, scale: float, latent: int
+) -> Tensor:
+    return _attend(q, cache, block_tables, context_lens, cu_seqlens, scale, latent, causal=False)
+
+
+def _attend(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    latent: int,
+    causal: bool,
+) -> Tensor:
     out = q.new_zeros(*q.shape[:2], latent)
     bounds, contexts = cu_seqlens.tolist(), context_lens.tolist()
     for sequence, context in enumerate(contexts):
@@ -25,9 +44,10 @@ def mla_attention(
         keys = cache[blocks, :, 0].flatten(0, 1)[:context].float()
         for start in range(first, last, QUERY_ROWS):
             stop = min(start + QUERY_ROWS, last)
-            seen = context - (last - stop)  # keys that the last of these rows sees
+            seen = context - (last - stop) * causal  # keys that the last of these rows sees
             scores = (q[start:stop].float() @ keys[:seen].T) * scale  # [rows, H, seen]
-            position = torch.arange(seen - (stop - start), seen, device=q.device).view(-1, 1, 1)
-            scores.masked_fill_(torch.arange(seen, device=q.device) > position, float("-inf"))
+            if causal:
+                position = torch.arange(seen - (stop - start), seen, device=q.device).view(-1, 1, 1)
+                scores.masked_fill_(torch.arange(seen, device=q.device) > position, float("-inf"))
             out[start:stop] = (scores.softmax(-1) @ keys[:seen, :latent]).to(q.dtype)
     return out

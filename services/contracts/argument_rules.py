@@ -222,11 +222,6 @@ def check_runnable(a: EngineArguments, cuda: bool) -> None:
         if not cuda:
             raise refusal(field, backend, "needs an NVIDIA GPU, and this machine has none", f"on a CPU host use {instead}")
         raise refusal(field, backend, "is not available in this version", f"use {instead}")
-    if a.speculative_algorithm:
-        raise refusal(
-            "speculative_algorithm", a.speculative_algorithm, "speculation is not available in this version",
-            "leave out the --speculative flags",
-        )  # fmt: skip
     if a.retraction_snapshot_ratio:
         raise refusal(
             "retraction_snapshot_ratio", a.retraction_snapshot_ratio, "retraction is not available in this version",
@@ -235,14 +230,17 @@ def check_runnable(a: EngineArguments, cuda: bool) -> None:
 
 
 def check_files(a: EngineArguments) -> None:
-    """Whether --model is a checkpoint directory."""
-    folder = Path(a.model)
-    if not folder.is_dir():
-        raise refusal(
-            "model", a.model, "no such directory", "give a checkpoint directory; `k3mesh make-checkpoint` writes a tiny one"
-        )
-    if not any(folder.glob("*.safetensors")):
-        raise refusal("model", a.model, "has no safetensors file", "give a complete checkpoint directory")
+    """Whether --model is a checkpoint directory, and the drafter's is one."""
+    for field in ("model", "speculative_draft_model_path"):
+        if getattr(a, field) is None:
+            continue
+        folder = Path(getattr(a, field))
+        if not folder.is_dir():
+            raise refusal(
+                field, folder, "no such directory", "give a checkpoint directory; `k3mesh make-checkpoint` writes a tiny one"
+            )
+        if not any(folder.glob("*.safetensors")):
+            raise refusal(field, folder, "has no safetensors file", "give a complete checkpoint directory")
 
 
 def check_pair(prefill: EngineArguments, decode: EngineArguments) -> None:

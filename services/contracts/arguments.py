@@ -6,13 +6,14 @@ Field rules stand on the field, rules between fields in argument_rules. Nothing 
 
 import json
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from services.contracts import argument_rules as rules
+from services.contracts.draft import Draft, DraftConfig, parse_draft_config, parse_nextn_config
 from services.contracts.flags import Address, Addresses, FlagSet, Integers, refusal
-from services.contracts.geometry import Geometry, blocks_for
+from services.contracts.geometry import Geometry, blocks_for, rows_ahead
 from services.contracts.model import ModelConfig, parse_model_config
 from services.contracts.topology import Topology, even_partition
 
@@ -129,15 +130,25 @@ class EngineArguments(FlagSet):
 
     def load_model_config(self) -> ModelConfig:
         """Read --model's config.json. ConfigError if it is absent or no K3 configuration."""
-        path = Path(self.model) / "config.json"
-        try:
-            config = json.loads(path.read_text())
-        except OSError as error:
-            rule = f"config.json cannot be read ({error.strerror})"
-            raise refusal("model", self.model, rule, "give a checkpoint directory") from None
-        except ValueError as error:
-            raise refusal("model", self.model, f"config.json is not JSON ({error})", "give a checkpoint directory") from None
-        return parse_model_config(config, str(path))
+        return parse_model_config(*_read_config("model", self.model))
+
+    @property
+    def draft_path(self) -> str:
+        """Where the drafter's checkpoint is; a NextN layer is in the target's own unless another is named."""
+        return self.speculative_draft_model_path or self.model
+
+    def load_draft_config(self, model: ModelConfig) -> Draft | None:
+        """Read the drafter's config.json, None without speculation. ConfigError if it does not fit the target or the width."""
+        if self.speculative_algorithm is None:
+            return None
+        parse = parse_draft_config if self.speculative_algorithm == "DSPARK" else parse_nextn_config
+        config, source = _read_config("speculative_draft_model_path", self.draft_path)
+        draft = parse(config, source, model)
+        draft.check_width(self.verify_width, source)
+        if isinstance(draft, DraftConfig) and self.max_model_len > draft.max_position_embeddings:
+            rule = f"the drafter's positions end at {draft.max_position_embeddings}"
+            raise refusal("max_model_len", self.max_model_len, rule, "lower it")
+        return draft
 
     def topology(self, model: ModelConfig) -> Topology:
         """The engine's shape. ConfigError where the model cannot be cut that way."""
@@ -153,8 +164,11 @@ class EngineArguments(FlagSet):
         )
 
     def geometry(self, model: ModelConfig) -> Geometry:
-        """One rank's cache fields."""
-        return Geometry(model, self.topology(model), self.cache_dtype)
+        """One rank's cache fields, the drafter's too."""
+        draft = self.load_draft_config(model)
+        if draft is None:
+            return Geometry(model, self.topology(model), self.cache_dtype)
+        return Geometry(model, self.topology(model), self.cache_dtype, draft.cache_layers, draft.mla_row)
 
     def cache_size(self, geometry: Geometry) -> tuple[int, int]:
         """(blocks, slots) of one rank, null block and slot included.
@@ -164,7 +178,7 @@ class EngineArguments(FlagSet):
         slots = self.num_slots or self.replica_seqs + 1
         if self.num_blocks:
             return self.num_blocks, slots
-        one = blocks_for(self.max_model_len + self.verify_width)
+        one = blocks_for(self.max_model_len + rows_ahead(self.verify_width))
         affordable = (CACHE_BYTES - slots * geometry.slot_bytes) // max(1, geometry.block_bytes)
         if affordable < one + 1:
             raise refusal(
@@ -174,6 +188,18 @@ class EngineArguments(FlagSet):
                 "lower it or --max-num-seqs, or set --num-blocks",
             )  # fmt: skip
         return min(affordable, self.replica_seqs * one + 1), slots
+
+
+def _read_config(field: str, folder: str) -> tuple[dict[str, Any], str]:
+    """config.json of the checkpoint that a flag names, and its path."""
+    path = Path(folder) / "config.json"
+    try:
+        return json.loads(path.read_text()), str(path)
+    except OSError as error:
+        rule = f"config.json cannot be read ({error.strerror})"
+        raise refusal(field, folder, rule, "give a checkpoint directory") from None
+    except ValueError as error:
+        raise refusal(field, folder, f"config.json is not JSON ({error})", "give a checkpoint directory") from None
 
 
 class WorkerArguments(EngineArguments):

@@ -39,15 +39,21 @@ class Geometry:
     topology: Topology
     cache_dtype: str  # of MLA rows and conv history; recurrent state is always float32
     draft_layers: int = 0  # MLA layers of the drafter, ids continue after the target's
+    draft_row: int = 0  # elements of one of their rows; 0: as the target's
 
     def fields_of_stage(self, stage: int) -> tuple[Field, ...]:
         """Fields that a stage owns, in layer order; draft fields belong to the last stage."""
         fields: list[Field] = []
         for layer in self.topology.windows[stage]:
-            fields += [self._mla(layer, f"t.{layer}.mla", "mla")] if self.model.is_mla(layer) else self._kda(layer)
+            fields += (
+                [self._mla(layer, f"t.{layer}.mla", "mla", self.model.mla_row)]
+                if self.model.is_mla(layer)
+                else self._kda(layer)
+            )
         if stage == self.topology.last_stage:
             first = self.model.num_hidden_layers
-            fields += [self._mla(n, f"d.{n}.mla", "draft") for n in range(first, first + self.draft_layers)]
+            row = self.draft_row or self.model.mla_row
+            fields += [self._mla(n, f"d.{n}.mla", "draft", row) for n in range(first, first + self.draft_layers)]
         return tuple(fields)
 
     def producer_steps(self, stage: int) -> tuple[tuple[Field, ...], ...]:
@@ -71,8 +77,8 @@ class Geometry:
     def _bytes(self, stage: int, kind: str) -> int:
         return sum(f.unit_bytes for f in self.fields_of_stage(stage) if f.kind == kind)
 
-    def _mla(self, layer: int, field_id: str, arena: str) -> Field:
-        return Field(field_id, layer, PAGED, self.cache_dtype, (BLOCK_TOKENS, 1, self.model.mla_row), arena)
+    def _mla(self, layer: int, field_id: str, arena: str, row: int) -> Field:
+        return Field(field_id, layer, PAGED, self.cache_dtype, (BLOCK_TOKENS, 1, row), arena)
 
     def _kda(self, layer: int) -> list[Field]:
         heads = self.model.kda_num_heads // self.topology.tp_size
@@ -85,6 +91,12 @@ class Geometry:
                 (3 * channels, self.model.conv_kernel_size - 1), "kda_conv", (channels,) * 3,
             ),
         ]  # fmt: skip
+
+
+def rows_ahead(verify_width: int) -> int:
+    """Positions from a request's anchor on that one decode round may write: `verify_width` rows, and behind the last that
+    may be accepted the drafter's block of verify_width - 1 (spec speculation §7)."""
+    return 2 * verify_width - 1
 
 
 def blocks_for(tokens: int) -> int:

@@ -35,6 +35,7 @@ class TensorSpec:
     drawn: int | None = None  # only so many leading rows are drawn, the rest is zero padding
     exponent: int | None = None  # of MXFP4 scales: 2^exponent or half of it
     quiet_rows: tuple[int, ...] = field(default=(), repr=False)
+    key: str = ""  # tensors of one key have the same values; by default the name
 
     @property
     def nbytes(self) -> int:
@@ -42,7 +43,7 @@ class TensorSpec:
 
     def blocks(self, seed: int) -> Iterator[bytes]:
         """The tensor's bytes, row-major, little-endian, some rows at a time."""
-        key = int.from_bytes(hashlib.sha256(f"{seed}/{self.name}".encode()).digest()[:16], "little")
+        key = int.from_bytes(hashlib.sha256(f"{seed}/{self.key or self.name}".encode()).digest()[:16], "little")
         words = np.random.Philox(key=key)
         rows, width = self.shape[0], prod(self.shape[1:])
         step = max(1, BLOCK_VALUES // width)
@@ -67,81 +68,89 @@ class TensorSpec:
 def tensor_specs(model: ModelConfig, quiet_tokens: tuple[int, ...] = ()) -> Iterator[TensorSpec]:
     """All tensors in the order of the forward pass. `quiet_tokens` get small output rows."""
     m, prefix = model, "language_model."
-    yield TensorSpec(f"{prefix}model.embed_tokens.weight", "BF16", (m.vocab_size, m.hidden_size), std=1.0)
+    yield embedding(m)
     for layer in range(m.num_hidden_layers):
         yield from _layer(m, layer, f"{prefix}model.layers.{layer}.")
-    yield _norm(f"{prefix}model.output_attn_res_norm.weight", m.hidden_size)
-    yield _mix_query(f"{prefix}model.output_attn_res_proj.weight", m.hidden_size)
-    yield _norm(f"{prefix}model.norm.weight", m.hidden_size)
-    head = (m.vocab_size, m.hidden_size)
-    yield TensorSpec(f"{prefix}lm_head.weight", "BF16", head, std=2 / sqrt(m.hidden_size), quiet_rows=quiet_tokens)
+    yield norm(f"{prefix}model.output_attn_res_norm.weight", m.hidden_size)
+    yield mix_query(f"{prefix}model.output_attn_res_proj.weight", m.hidden_size)
+    yield norm(f"{prefix}model.norm.weight", m.hidden_size)
+    yield head(m, quiet_tokens)
+
+
+def embedding(m: ModelConfig) -> TensorSpec:
+    return TensorSpec("language_model.model.embed_tokens.weight", "BF16", (m.vocab_size, m.hidden_size), std=1.0)
+
+
+def head(m: ModelConfig, quiet_tokens: tuple[int, ...]) -> TensorSpec:
+    shape, std = (m.vocab_size, m.hidden_size), 2 / sqrt(m.hidden_size)
+    return TensorSpec("language_model.lm_head.weight", "BF16", shape, std=std, quiet_rows=quiet_tokens)
 
 
 def _layer(m: ModelConfig, layer: int, prefix: str) -> Iterator[TensorSpec]:
     h = m.hidden_size
-    yield _norm(f"{prefix}self_attention_res_norm.weight", h)
-    yield _mix_query(f"{prefix}self_attention_res_proj.weight", h)
-    yield _norm(f"{prefix}input_layernorm.weight", h)
-    yield from (_mla if m.is_mla(layer) else _kda)(m, f"{prefix}self_attn.")
-    yield _norm(f"{prefix}mlp_res_norm.weight", h)
-    yield _mix_query(f"{prefix}mlp_res_proj.weight", h)
-    yield _norm(f"{prefix}post_attention_layernorm.weight", h)
+    yield norm(f"{prefix}self_attention_res_norm.weight", h)
+    yield mix_query(f"{prefix}self_attention_res_proj.weight", h)
+    yield norm(f"{prefix}input_layernorm.weight", h)
+    yield from (mla if m.is_mla(layer) else _kda)(m, f"{prefix}self_attn.")
+    yield norm(f"{prefix}mlp_res_norm.weight", h)
+    yield mix_query(f"{prefix}mlp_res_proj.weight", h)
+    yield norm(f"{prefix}post_attention_layernorm.weight", h)
     if m.is_dense(layer):
         yield from _mlp(f"{prefix}mlp.", h, m.intermediate_size)
     else:
-        yield from _moe(m, f"{prefix}block_sparse_moe.")
+        yield from moe(m, f"{prefix}block_sparse_moe.")
 
 
 def _kda(m: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
     h, heads, dim = m.hidden_size, m.kda_num_heads, m.kda_head_dim
     width = heads * dim
     for name in ("q_proj", "k_proj", "v_proj", "g_proj"):
-        yield _linear(f"{prefix}{name}", width, h)
+        yield linear(f"{prefix}{name}", width, h)
     for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
         yield TensorSpec(f"{prefix}{name}.weight", "F32", (width, 1, m.conv_kernel_size), std=1.2 / sqrt(m.conv_kernel_size))
-    yield _linear(f"{prefix}f_a_proj", dim, h)
-    yield _linear(f"{prefix}f_b_proj", width, dim)
-    yield _linear(f"{prefix}b_proj", heads, h)
+    yield linear(f"{prefix}f_a_proj", dim, h)
+    yield linear(f"{prefix}f_b_proj", width, dim)
+    yield linear(f"{prefix}b_proj", heads, h)
     padded = -(-heads // GROUP) * GROUP  # the release pads 96 heads to 128
     yield TensorSpec(f"{prefix}A_log", "F32", (padded,), std=0.5, drawn=heads)
     yield TensorSpec(f"{prefix}dt_bias", "F32", (width,), std=1.0, mean=-3.0)  # most channels remember for long
     yield TensorSpec(f"{prefix}o_norm.weight", "F32", (dim,), std=0.2, mean=1.0)
-    yield _linear(f"{prefix}o_proj", h, width)
+    yield linear(f"{prefix}o_proj", h, width)
 
 
-def _mla(m: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
+def mla(m: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
     h, heads = m.hidden_size, m.num_attention_heads
     values = heads * m.v_head_dim
-    yield _linear(f"{prefix}q_a_proj", m.q_lora_rank, h)
-    yield _norm(f"{prefix}q_a_layernorm.weight", m.q_lora_rank)
-    yield _linear(f"{prefix}q_b_proj", heads * m.qk_head_dim, m.q_lora_rank, gain=1.5)
-    yield _linear(f"{prefix}kv_a_proj_with_mqa", m.mla_row, h)
-    yield _norm(f"{prefix}kv_a_layernorm.weight", m.kv_lora_rank)
-    yield _linear(f"{prefix}kv_b_proj", heads * (m.qk_nope_head_dim + m.v_head_dim), m.kv_lora_rank, gain=1.5)
-    yield _linear(f"{prefix}g_proj", values, h)
-    yield _linear(f"{prefix}o_proj", h, values)
+    yield linear(f"{prefix}q_a_proj", m.q_lora_rank, h)
+    yield norm(f"{prefix}q_a_layernorm.weight", m.q_lora_rank)
+    yield linear(f"{prefix}q_b_proj", heads * m.qk_head_dim, m.q_lora_rank, gain=1.5)
+    yield linear(f"{prefix}kv_a_proj_with_mqa", m.mla_row, h)
+    yield norm(f"{prefix}kv_a_layernorm.weight", m.kv_lora_rank)
+    yield linear(f"{prefix}kv_b_proj", heads * (m.qk_nope_head_dim + m.v_head_dim), m.kv_lora_rank, gain=1.5)
+    yield linear(f"{prefix}g_proj", values, h)
+    yield linear(f"{prefix}o_proj", h, values)
 
 
 def _mlp(prefix: str, outer: int, inner: int) -> Iterator[TensorSpec]:
-    yield _linear(f"{prefix}gate_proj", inner, outer, gain=2)
-    yield _linear(f"{prefix}up_proj", inner, outer, gain=2)
-    yield _linear(f"{prefix}down_proj", outer, inner, gain=2)
+    yield linear(f"{prefix}gate_proj", inner, outer, gain=2)
+    yield linear(f"{prefix}up_proj", inner, outer, gain=2)
+    yield linear(f"{prefix}down_proj", outer, inner, gain=2)
 
 
-def _moe(m: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
+def moe(m: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
     h, latent, inner = m.hidden_size, m.routed_expert_hidden_size, m.moe_intermediate_size
-    yield _linear(f"{prefix}gate", m.num_experts, h)
+    yield linear(f"{prefix}gate", m.num_experts, h)
     yield TensorSpec(f"{prefix}gate.e_score_correction_bias", "F32", (m.num_experts,), std=0.1)
-    yield _linear(f"{prefix}routed_expert_down_proj", latent, h)
-    yield _norm(f"{prefix}routed_expert_norm.weight", latent)
-    yield _linear(f"{prefix}routed_expert_up_proj", h, latent)
+    yield linear(f"{prefix}routed_expert_down_proj", latent, h)
+    yield norm(f"{prefix}routed_expert_norm.weight", latent)
+    yield linear(f"{prefix}routed_expert_up_proj", h, latent)
     yield from _mlp(f"{prefix}shared_experts.", h, m.shared_intermediate_size)
     for expert in range(m.num_experts):
         for name, rows, columns in (("w1", inner, latent), ("w3", inner, latent), ("w2", latent, inner)):
             yield from _mxfp4(f"{prefix}experts.{expert}.{name}", rows, columns)
 
 
-def _linear(name: str, rows: int, columns: int, gain: float = 1) -> TensorSpec:
+def linear(name: str, rows: int, columns: int, gain: float = 1) -> TensorSpec:
     """Inputs of unit variance give outputs of variance gain^2."""
     return TensorSpec(f"{name}.weight", "BF16", (rows, columns), std=gain / sqrt(columns))
 
@@ -153,11 +162,11 @@ def _mxfp4(name: str, rows: int, columns: int) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{name}.weight_scale", "U8", (rows, columns // GROUP), exponent=exponent)
 
 
-def _norm(name: str, width: int) -> TensorSpec:
+def norm(name: str, width: int) -> TensorSpec:
     return TensorSpec(name, "BF16", (width,), std=0.2, mean=1.0)
 
 
-def _mix_query(name: str, width: int) -> TensorSpec:
+def mix_query(name: str, width: int) -> TensorSpec:
     return TensorSpec(name, "BF16", (1, width), std=1.5 / sqrt(width))
 
 

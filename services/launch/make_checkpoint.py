@@ -1,4 +1,8 @@
-"""`k3mesh make-checkpoint DIR`: a random checkpoint in the released K3 format, of any geometry, with a small tokenizer."""
+"""`k3mesh make-checkpoint DIR`: a random checkpoint in the released K3 format, of any geometry, with a small tokenizer.
+
+--draft nextn adds the NextN layer to it. --draft dspark writes into DIR the drafter for the checkpoint that the same arguments
+make without it.
+"""
 
 import argparse
 import json
@@ -12,8 +16,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from k3mesh.errors import ConfigError, MeshError
+from services.contracts.draft import ATTN_RES, PREFIX, parse_draft_config
 from services.contracts.model import ModelConfig, parse_model_config
-from services.launch.checkpoint_tensors import GROUP, TensorSpec, tensor_specs
+from services.launch import draft_tensors
+from services.launch.checkpoint_tensors import GROUP, TensorSpec, embedding, head, tensor_specs
 from services.launch.tokenizer_files import (
     BOS,
     END_OF_MESSAGE,
@@ -44,6 +50,19 @@ K3 = {
 }  # fmt: skip
 PRESETS = {"tiny": TINY, "k3": K3}
 MAY_BE_ZERO = {"first_k_dense_replace"}
+DSPARK, NEXTN = "dspark", "nextn"
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What drafter to write."""
+
+    kind: str
+    preset: str
+    taps: list[int]
+    stream: str
+    fc_norm: bool
+    block_size: int | None
 
 
 @dataclass(frozen=True)
@@ -55,9 +74,11 @@ class Plan:
     seed: int
     tokenizer: bool
     max_shard_bytes: int
+    draft: DraftPlan | None = None
 
     def record(self) -> dict[str, Any]:
-        return {"version": RECORD_VERSION, **vars(self)}
+        own = {key: value for key, value in vars(self).items() if key != "draft"}
+        return {"version": RECORD_VERSION, **own, **({"draft": vars(self.draft)} if self.draft else {})}
 
 
 def main(argv: list[str]) -> int:
@@ -65,13 +86,12 @@ def main(argv: list[str]) -> int:
     try:
         options = _parse(argv)
         directory, plan = Path(options.directory), _plan(options)
-        config = _config(plan)
-        model = parse_model_config(config, "the new config.json")
+        contents = _contents(plan)
         if _is_written(directory, plan, options.force):
             print(f"{directory}: already there, made with the same arguments")
             return 0
-        size = _write(directory, plan, config, model)
-        print(f"{directory}: {model.num_hidden_layers} layers, {size / 1e6:.1f} MB, seed {plan.seed}")
+        size = _write(directory, plan, contents)
+        print(f"{directory}: {contents.layers} layers, {size / 1e6:.1f} MB, seed {plan.seed}")
         return 0
     except MeshError as error:
         print(f"error: {error.message}", file=sys.stderr)
@@ -93,6 +113,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--max-shard-size", type=int, default=4096, metavar="MB", help="split the weights into files below this"
     )
     parser.add_argument("--force", action="store_true", help="replace the checkpoint that is there")
+    draft = parser.add_argument_group("drafter")
+    draft.add_argument("--draft", choices=(DSPARK, NEXTN), help="write this drafter: dspark alone, nextn with the target")
+    draft.add_argument("--target-layer-ids", metavar="N,N,...", help="dspark's taps: target layers, counted from 0")
+    draft.add_argument("--aux-hidden-stream", choices=(PREFIX, ATTN_RES), default=PREFIX, help="what dspark's taps read")
+    draft.add_argument("--fc-norm", action="store_true", help="dspark norms each tap")
+    draft.add_argument("--block-size", type=int, metavar="N", help="proposals that dspark's config.json names; default: none")
     geometry = parser.add_argument_group("geometry")
     for field in TINY:
         geometry.add_argument(_flag(field), type=int, metavar="N", help=f"tiny {TINY[field]}, k3 {K3[field]}")
@@ -140,9 +166,53 @@ def _plan(options: argparse.Namespace) -> Plan:
         dimensions,
         _full_attn_layers(options.full_attn_layers, layers),
         options.seed,
-        not options.no_tokenizer,
+        not options.no_tokenizer and options.draft != DSPARK,
         options.max_shard_size * 10**6,
+        _draft_plan(options, layers),
     )
+
+
+def _draft_plan(options: argparse.Namespace, layers: int) -> DraftPlan | None:
+    if options.draft is None:
+        return None
+    text = options.target_layer_ids
+    if text is None:
+        taps = draft_tensors.default_taps(layers)
+    else:
+        words = text.split(",")
+        taps = [int(word) for word in words if word.strip().isdecimal()]
+        if len(taps) != len(words):
+            raise ConfigError(
+                f"--target-layer-ids {text}: must be layer numbers from 0, separated by commas", param="target_layer_ids"
+            )
+    return DraftPlan(options.draft, options.preset, taps, options.aux_hidden_stream, options.fc_norm, options.block_size)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The files of a checkpoint, weights as what is drawn for them."""
+
+    layers: int
+    files: dict[str, bytes]
+    specs: list[TensorSpec]
+
+
+def _contents(plan: Plan) -> Contents:
+    """What the plan says. ConfigError if its numbers do not make a model."""
+    config, draft = _config(plan), plan.draft
+    model = parse_model_config(config, "the new config.json")
+    if draft is not None and draft.kind == DSPARK:
+        config = draft_tensors.dspark_config(model, draft.preset, draft.taps, draft.stream, draft.fc_norm, draft.block_size)
+        drafter = parse_draft_config(config, "the new config.json", model)
+        specs = draft_tensors.dspark_specs(drafter, embedding(model))
+        return Contents(drafter.num_hidden_layers, {"config.json": _json(config)}, list(specs))
+    quiet = _quiet_tokens(model) if plan.tokenizer else ()
+    specs = list(tensor_specs(model, quiet))
+    if draft is not None:
+        config = draft_tensors.with_nextn(config)
+        specs += draft_tensors.nextn_specs(model, embedding(model), head(model, quiet))
+    files = {"config.json": _json(config), **(tokenizer_files(model.vocab_size) if plan.tokenizer else {})}
+    return Contents(model.num_hidden_layers, files, specs)
 
 
 def _full_attn_layers(text: str | None, layers: int) -> list[int]:
@@ -263,20 +333,17 @@ def _has_size(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
-def _write(directory: Path, plan: Plan, config: dict[str, Any], model: ModelConfig) -> int:
+def _write(directory: Path, plan: Plan, contents: Contents) -> int:
     """Write everything beside `directory`, then put it there in one rename. Returns the bytes written."""
     directory = directory.absolute()
-    specs = list(tensor_specs(model, _quiet_tokens(model) if plan.tokenizer else ()))
-    _require_space(directory, sum(spec.nbytes for spec in specs))
+    _require_space(directory, sum(spec.nbytes for spec in contents.specs))
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
         new, old = Path(scratch, "new"), Path(scratch, "old")
         new.mkdir()
-        (new / "config.json").write_bytes(_json(config))
-        if plan.tokenizer:
-            for name, content in tokenizer_files(model.vocab_size).items():
-                (new / name).write_bytes(content)
-        _write_weights(new, specs, plan)
+        for name, content in contents.files.items():
+            (new / name).write_bytes(content)
+        _write_weights(new, contents.specs, plan)
         files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
         (new / RECORD).write_bytes(_json(plan.record() | {"files": files}))
         if directory.exists():

@@ -1,21 +1,28 @@
-"""One lockstep decode round of this rank's replica: every live place gets its next token.
+"""One lockstep decode round of this rank's replica: every live place gets its next token, or with a drafter its next tokens.
 
 A place is a row of the state tensors, which live on the device thread; plans carry changes only. One more row is the null
 place (null block, slot 0, position 0): padding rows are copies of it, so a padded row cannot look alive. The buffers that
 the model reads have fixed addresses and are filled for each round, so that a round can be captured and replayed.
+
+A round evaluates each place's window, the anchor and what was drafted behind it: verify, commit of the rows that count, then
+the drafter's own rows and the next window (spec speculation §7). Without a drafter the window is the anchor alone, and
+nothing is left to verify or to commit.
 """
 
 import time
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from k3mesh.errors import Internal
-from services.contracts.geometry import blocks_for
-from services.contracts.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT
-from services.worker.model.batch import ForwardBatch
+from services.contracts.geometry import blocks_for, rows_ahead
+from services.contracts.ids import NULL_BLOCK, NULL_SLOT
+from services.worker.model.batch import ForwardBatch, cache_slots
 from services.worker.model.decoder import DecoderStage
-from services.worker.speculative.sampling import Sampling, sample
+from services.worker.speculative.drafter import Drafter
+from services.worker.speculative.sampling import Sampling
+from services.worker.speculative.verify import accepted, choose
 from services.worker.wire import BlockDelta, Command, Mode, PlaceInstall, PlaceTokens, RoundPlan, RoundResult
 
 # A finishing round, one that lingers and its successor may write past a request's end (spec scheduling §3.1).
@@ -23,23 +30,35 @@ WIDTHS_PAST_END = 3
 
 
 class DecodeReplica:
-    """One rank of a decode replica with `places` sequence places of up to `max_model_len` tokens."""
+    """One rank of a decode replica with `places` sequence places of up to `max_model_len` tokens. A drafter fills windows of
+    `verify_width`; without one it is 1."""
 
     def __init__(
-        self, stage: DecoderStage, *, replica: int, places: int, max_model_len: int, verify_width: int, vocab_size: int
+        self,
+        stage: DecoderStage,
+        *,
+        replica: int,
+        places: int,
+        max_model_len: int,
+        verify_width: int,
+        vocab_size: int,
+        drafter: Drafter | None = None,
     ):
-        self._stage = stage
+        assert (verify_width > 1) == (drafter is not None), "a window needs a drafter"
+        self._stage, self._drafter = stage, drafter
         self._replica, self._places, self._width, self._vocab = replica, places, verify_width, vocab_size
         columns = blocks_for(max_model_len + WIDTHS_PAST_END * verify_width)
-        self._state = _Rows(places + 1, columns)
+        self._state = _Rows(places + 1, columns, verify_width)
         self._counts = [0] * places  # blocks in each table
         self._sampling: list[Sampling | None] = [None] * places  # None: the place is empty
-        self._buffers = _Rows(places, columns)
-        self._lengths = torch.arange(places + 1, dtype=torch.int32)
+        self._buffers = _Rows(places, columns, verify_width)
+        self._lengths = torch.arange(places + 1, dtype=torch.int32) * verify_width
         self._context = torch.zeros(places, dtype=torch.int32)
-        self._write_slots = torch.zeros(places, dtype=torch.int64)
+        self._row_positions = torch.zeros(places, verify_width, dtype=torch.int64)
+        self._write_slots = torch.zeros(places, verify_width, dtype=torch.int64)
         self._fresh = torch.zeros(places, dtype=torch.bool)
-        self._rounds, self._tokens = 0, 0
+        self._offsets = torch.arange(verify_width)
+        self._rounds, self._tokens, self._drafted, self._accepted = 0, 0, 0, 0
 
     def counters(self) -> dict[str, int]:
         return {
@@ -48,7 +67,10 @@ class DecodeReplica:
         }
 
     def totals(self) -> dict[str, int]:
-        return {"rounds": self._rounds, "tokens": self._tokens}
+        totals = {"rounds": self._rounds, "tokens": self._tokens}
+        if self._drafter is not None:
+            totals |= {"tokens_drafted": self._drafted, "tokens_accepted": self._accepted}
+        return totals
 
     def execute(self, command: Command) -> RoundResult:
         if not isinstance(command, RoundPlan):
@@ -81,7 +103,7 @@ class DecodeReplica:
             raise Internal(f"room {it.room}: slot 0 is the null slot and belongs to no request")
         self._state.slots[it.place] = it.slot
         self._state.positions[it.place] = it.position
-        self._state.tokens[it.place] = it.window[0]
+        self._state.windows[it.place] = torch.tensor(it.window)
         self._sampling[it.place] = it.sampling
         self._append(BlockDelta(it.place, it.blocks))
 
@@ -112,25 +134,51 @@ class DecodeReplica:
         if plan.bucket == 0:  # nobody lives on any replica: the plan only cleared places
             return RoundResult(plan.round_id, self._replica, (), started, started)
         batch = self._fill(live, plan.bucket, plan.mode)
-        hidden = self._stage.forward(batch, None, _no_barrier)
+        capture = self._drafter.begin(len(batch.tokens), None) if self._drafter is not None else None
+        hidden = self._stage.forward(batch, None, _no_barrier, capture.take if capture is not None else None)
         assert isinstance(hidden, Tensor), "decode has one stage"
-        tokens: list[int] = []
-        if live:
-            rows = torch.tensor(live)
-            positions = self._state.positions[rows] + 1  # of the tokens to be chosen
-            tokens = sample(self._stage.logits(hidden[: len(live)]), rules, positions.tolist())
-            self._state.positions[rows] = positions
-            self._state.tokens[rows] = torch.tensor(tokens)
+        rows = torch.tensor(live, dtype=torch.long)
+        chosen = self._choose(hidden, rows, rules)
+        counts = accepted(self._state.windows[rows], chosen)
+        windows = chosen  # of one token, without a drafter
+        if self._drafter is not None:
+            assert capture is not None
+            padding = plan.bucket - len(live)
+            taken = F.pad(counts, (0, padding), value=1)
+            self._stage.commit(batch, taken)
+            following = F.pad(chosen, (0, 0, 0, padding)).flatten()
+            heads = batch.cu_seqlens[:-1].long() + taken - 1
+            proposals = self._drafter.draft(batch, hidden, capture, following, heads)
+            windows = torch.cat([chosen.gather(1, counts.unsqueeze(1) - 1), proposals[: len(live)]], 1)
+        self._state.positions[rows] += counts
+        self._state.windows[rows] = windows
+        return self._result(plan, chosen.tolist(), counts.tolist(), windows.tolist(), started)
+
+    def _choose(self, hidden: Tensor, rows: Tensor, rules: list[Sampling]) -> Tensor:
+        """The target's token after each row of the live places, [live, w]. Collective over TP, which has one batch."""
+        if not rules:
+            return torch.zeros(0, self._width, dtype=torch.long)
+        logits = self._stage.logits(hidden[: len(rules) * self._width]).unflatten(0, (-1, self._width))
+        return choose(logits, rules, self._state.positions[rows].tolist())
+
+    def _result(
+        self, plan: RoundPlan, chosen: list[list[int]], counts: list[int], windows: list[list[int]], started: float
+    ) -> RoundResult:
         self._rounds += 1
-        self._tokens += len(tokens)
-        results = tuple(PlaceTokens(place, (token,), (token,)) for place, token in zip(live, tokens, strict=True))
+        self._tokens += sum(counts)
+        self._drafted += (self._width - 1) * len(counts)
+        self._accepted += sum(counts) - len(counts)
+        results = tuple(
+            PlaceTokens(place, tuple(tokens[:count]), tuple(window))
+            for place, tokens, count, window in zip(plan.live, chosen, counts, windows, strict=True)
+        )
         return RoundResult(plan.round_id, self._replica, results, started, time.time())
 
     def _check_live(self, place: int) -> Sampling:
         self._check_place(place)
         sampling = self._sampling[place]
         position = int(self._state.positions[place])
-        if sampling is None or self._counts[place] < blocks_for(position + self._width):
+        if sampling is None or self._counts[place] < blocks_for(position + rows_ahead(self._width)):
             raise Internal(
                 f"place {place} of replica {self._replica} cannot decode position {position}: it is empty, or its table of "
                 f"{self._counts[place]} blocks is too short"
@@ -138,38 +186,41 @@ class DecodeReplica:
         return sampling
 
     def _fill(self, live: tuple[int, ...], bucket: int, mode: Mode) -> ForwardBatch:
-        """The buffers' first `bucket` rows: the live places in plan order, then padding."""
+        """The buffers' first `bucket` places, `width` rows each: the live ones in plan order, then padding."""
         null = self._places
         rows = torch.tensor([*live, *[null] * (bucket - len(live))])
         self._buffers.copy_from(self._state, rows)
-        positions, tables = self._buffers.positions[:bucket], self._buffers.tables[:bucket]
-        blocks = tables.gather(1, (positions // BLOCK_TOKENS).unsqueeze(1)).squeeze(1).long()
-        self._write_slots[:bucket] = blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS
-        self._context[:bucket] = positions + 1
+        tables = self._buffers.tables[:bucket]
+        positions = self._row_positions[:bucket]
+        torch.add(self._buffers.positions[:bucket].unsqueeze(1), self._offsets, out=positions)
+        self._write_slots[:bucket] = cache_slots(tables, positions)
+        self._context[:bucket] = self._buffers.positions[:bucket] + self._width
         return ForwardBatch(
             mode="extend" if mode is Mode.NORMAL_EAGER else "decode",
-            tokens=self._buffers.tokens[:bucket],
-            positions=positions,
+            tokens=self._buffers.windows[:bucket].flatten(),
+            positions=positions.flatten(),
             cu_seqlens=self._lengths[: bucket + 1],
             context_lens=self._context[:bucket],
             block_tables=tables,
-            write_slots=self._write_slots[:bucket],
+            write_slots=self._write_slots[:bucket].flatten(),
             slots=self._buffers.slots[:bucket],
             fresh=self._fresh[:bucket],
+            verify=self._width > 1,
         )
 
 
 class _Rows:
-    """State of n places: block table [n, columns] int32, slot, position and newest token [n] int64; zero is the null place."""
+    """State of n places: block table [n, columns] int32, slot and anchor's position [n], window [n, w] int64; zero is the null
+    place."""
 
-    def __init__(self, n: int, columns: int):
+    def __init__(self, n: int, columns: int, width: int):
         self.tables = torch.zeros((n, columns), dtype=torch.int32)
         self.slots = torch.zeros(n, dtype=torch.int64)
         self.positions = torch.zeros(n, dtype=torch.int64)
-        self.tokens = torch.zeros(n, dtype=torch.int64)
+        self.windows = torch.zeros((n, width), dtype=torch.int64)
 
     def reset(self, row: int) -> None:
-        for tensor in (self.tables, self.slots, self.positions, self.tokens):
+        for tensor in (self.tables, self.slots, self.positions, self.windows):
             tensor[row] = 0
 
     def copy_from(self, other: "_Rows", rows: Tensor) -> None:
@@ -178,7 +229,7 @@ class _Rows:
         torch.index_select(other.tables, 0, rows, out=self.tables[:n])
         torch.index_select(other.slots, 0, rows, out=self.slots[:n])
         torch.index_select(other.positions, 0, rows, out=self.positions[:n])
-        torch.index_select(other.tokens, 0, rows, out=self.tokens[:n])
+        torch.index_select(other.windows, 0, rows, out=self.windows[:n])
 
 
 def _no_barrier(step: int) -> None:

@@ -12,9 +12,11 @@ import torch
 
 from k3mesh.errors import MeshError
 from k3mesh.v1 import worker_pb2_grpc
+from kernels.ops import Ops
 from kernels.registry import format_table
 from services.contracts.argument_rules import check_files, check_runnable
 from services.contracts.arguments import WorkerArguments
+from services.contracts.draft import Draft, DraftConfig
 from services.contracts.geometry import Geometry
 from services.contracts.model import ModelConfig
 from services.contracts.placement import place as place_fields
@@ -31,12 +33,14 @@ from services.worker.engine import Engine, Runner, epoch_over
 from services.worker.fanout import Leader, Peer, socket_path
 from services.worker.fingerprint import model_fingerprint
 from services.worker.hop import StageBoundary
-from services.worker.model.backends import choose_ops
+from services.worker.model.backends import choose_draft_ops, choose_ops, op_geometry
 from services.worker.model.decoder import DecoderStage
 from services.worker.model.loader import load_stage_weights
 from services.worker.parallel.experts import GlooExperts
 from services.worker.parallel.groups import Groups, join
 from services.worker.prefill_step import PrefillStage
+from services.worker.speculative.build import build_drafter
+from services.worker.speculative.drafter import Drafter
 
 DEVICE = "cpu"
 GRACE_S = 2.0  # for what is queued, and for the last report to leave
@@ -49,6 +53,7 @@ class Rank:
     groups: Groups
     stage: DecoderStage
     pools: Pools
+    drafter: Drafter | None
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Plan:
     topology: Topology
     geometry: Geometry
     place: RankPlace
+    draft: Draft | None
 
     @classmethod
     def of(cls, arguments: WorkerArguments) -> "Plan":
@@ -67,7 +73,8 @@ class Plan:
         check_runnable(arguments, torch.cuda.is_available())
         model = arguments.load_model_config()
         topology = arguments.topology(model)
-        return cls(arguments, model, topology, arguments.geometry(model), topology.place_of(arguments.rank))
+        geometry, draft = arguments.geometry(model), arguments.load_draft_config(model)
+        return cls(arguments, model, topology, geometry, topology.place_of(arguments.rank), draft)
 
     @property
     def leader(self) -> int:
@@ -149,6 +156,7 @@ def _build(plan: Plan) -> Rank:
             engine_id=a.engine_id,
             engine_epoch=groups.epoch,
             model_fingerprint=model_fingerprint(a.model),
+            draft_fingerprint=model_fingerprint(a.draft_path) if plan.draft is not None else "",
             num_blocks=num_blocks,
             num_slots=num_slots,
             verify_width=a.verify_width,
@@ -157,19 +165,48 @@ def _build(plan: Plan) -> Rank:
     )
     experts = GlooExperts(groups.ep, model.num_experts, a.low_latency_max_num_tokens_per_gpu)
     stage = DecoderStage(model, topology, place, weights, pools.caches, groups.tp, experts, ops)
-    return Rank(groups, stage, pools)
+    return Rank(groups, stage, pools, _drafter(plan, groups, pools, stage, experts, ops))
+
+
+def _drafter(plan: Plan, groups: Groups, pools: Pools, stage: DecoderStage, experts: GlooExperts, ops: Ops) -> Drafter | None:
+    a, draft = plan.arguments, plan.draft
+    if draft is None:
+        return None
+    dtype, cache_dtype = DTYPES[a.compute_dtype], DTYPES[a.cache_dtype]
+    backend = a.attention_backend if a.drafter_attention_backend == "auto" else a.drafter_attention_backend
+    geometry = op_geometry(plan.model, plan.topology, dtype, cache_dtype)
+    ops, choices = choose_draft_ops(ops, geometry, draft, plan.topology, DEVICE, backend)
+    log.info("drafter", algorithm=a.speculative_algorithm, width=a.verify_width, table=format_table(choices))
+    if isinstance(draft, DraftConfig) and draft.confidence_head:
+        log.info("the drafter's confidence head is not used: every round verifies the whole window")
+    return build_drafter(
+        a.draft_path,
+        draft,
+        plan.model,
+        plan.topology,
+        plan.place,
+        stage,
+        pools.caches,
+        groups.tp,
+        experts,
+        ops,
+        dtype,
+        a.verify_width,
+    )
 
 
 def _runner(plan: Plan, rank: Rank, agent: AgentLink) -> Runner:
     a, place = plan.arguments, plan.place
     if a.disaggregation_mode == "prefill":
+        context = plan.draft.hidden_size if isinstance(plan.draft, DraftConfig) else 0
         return PrefillStage(
             rank.stage,
-            StageBoundary(rank.groups.pipeline, plan.model, place, DTYPES[a.compute_dtype]),
+            StageBoundary(rank.groups.pipeline, plan.model, place, DTYPES[a.compute_dtype], context),
             agent.post,
             index=place.stage,
             producer_steps=len(plan.geometry.producer_steps(place.stage)),
             interval=a.disaggregation_layerwise_interval,
+            drafter=rank.drafter,
         )
     return DecodeReplica(
         rank.stage,
@@ -178,6 +215,7 @@ def _runner(plan: Plan, rank: Rank, agent: AgentLink) -> Runner:
         max_model_len=a.max_model_len,
         verify_width=a.verify_width,
         vocab_size=plan.model.vocab_size,
+        drafter=rank.drafter,
     )
 
 

@@ -1,7 +1,8 @@
 """One batch of prompt chunks through this rank's stage: rows in, caches written, barriers posted, first tokens out.
 
 Block tables live here, on the device thread; steps carry changes only. Barriers follow spec cache-and-handoff §7 and §8:
-producer steps are the stage's own layers in order, then the drafter where there is one.
+producer steps are the stage's own layers in order, then the drafter where there is one. It comes after sampling, because
+it drafts behind the token that was sampled (spec speculation §10).
 """
 
 import time
@@ -17,6 +18,8 @@ from services.contracts.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT
 from services.worker.hop import StageBoundary
 from services.worker.model.batch import ForwardBatch, Hop
 from services.worker.model.decoder import DecoderStage
+from services.worker.speculative.capture import Capture
+from services.worker.speculative.drafter import Drafter
 from services.worker.speculative.sampling import sample
 from services.worker.wire import (
     ChunkRow,
@@ -48,7 +51,8 @@ class RoomState:
 
 class PrefillStage:
     """One rank of a prefill engine. `producer_steps` counts the stage's steps (geometry.producer_steps), `post` tells the
-    agent, `interval` is how many producer steps share a barrier, 0 for one barrier at the end."""
+    agent, `interval` is how many producer steps share a barrier, 0 for one barrier at the end. `drafter` is this rank's part
+    of one, None without."""
 
     def __init__(
         self,
@@ -59,8 +63,9 @@ class PrefillStage:
         index: int,
         producer_steps: int,
         interval: int,
+        drafter: Drafter | None = None,
     ):
-        self._stage, self._boundary, self._post = stage, boundary, post
+        self._stage, self._boundary, self._post, self._drafter = stage, boundary, post, drafter
         self._index, self._producer_steps, self._interval = index, producer_steps, interval
         self._rooms: dict[int, RoomState] = {}
         self._blocks, self._steps, self._tokens = 0, 0, 0
@@ -88,11 +93,13 @@ class PrefillStage:
         self._post(ChunkStarted(step.step_id, tuple(_local_row(row) for row in step.rows)))
         hop = self._boundary.receive(len(batch.tokens))
         started = time.time()
-        out = self._stage.forward(batch, hop, _Barriers(step.step_id, self._producer_steps, self._interval, self._post).passed)
-        first_tokens = () if isinstance(out, Hop) else self._first_tokens(step.rows, batch, out)
+        barriers = _Barriers(step.step_id, self._producer_steps, self._interval, self._post)
+        capture = self._drafter.begin(len(batch.tokens), hop) if self._drafter is not None else None
+        out = self._stage.forward(batch, hop, barriers.passed, capture.take if capture is not None else None)
+        first_tokens = () if isinstance(out, Hop) else self._first_tokens(step.rows, batch, out, capture, barriers)
         ended = time.time()
         if isinstance(out, Hop):
-            self._boundary.send(out)
+            self._boundary.send(capture.onto(out) if capture is not None else out)
         self._steps += 1
         self._tokens += len(batch.tokens)
         return StepDone(step.step_id, self._index, started, ended, first_tokens)
@@ -120,10 +127,10 @@ class PrefillStage:
 
     def _batch(self, rows: tuple[ChunkRow, ...]) -> ForwardBatch:
         lengths = [row.end - row.start for row in rows]
-        tables = torch.zeros((len(rows), max(blocks_for(row.end) for row in rows)), dtype=torch.int32)
+        tables = torch.zeros((len(rows), max(len(self._rooms[row.room].blocks) for row in rows)), dtype=torch.int32)
         for table, row in zip(tables, rows, strict=True):
-            used = blocks_for(row.end)
-            table[:used] = torch.tensor(self._rooms[row.room].blocks[:used], dtype=torch.int32)
+            blocks = self._rooms[row.room].blocks  # on the last chunk with room for a drafter's rows behind the prompt
+            table[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
         positions = torch.cat([torch.arange(row.start, row.end) for row in rows])
         sequence = torch.repeat_interleave(torch.tensor(lengths))
         blocks = tables[sequence, positions // BLOCK_TOKENS].long()
@@ -139,22 +146,40 @@ class PrefillStage:
             fresh=torch.tensor([row.start == 0 for row in rows]),
         )
 
-    def _first_tokens(self, rows: tuple[ChunkRow, ...], batch: ForwardBatch, hidden: Tensor) -> tuple[FirstToken, ...]:
-        """Sample where a prompt ends (last stage; every tensor-parallel rank computes the same) and hand it over."""
+    def _first_tokens(
+        self,
+        rows: tuple[ChunkRow, ...],
+        batch: ForwardBatch,
+        hidden: Tensor,
+        capture: Capture | None,
+        barriers: "_Barriers",
+    ) -> tuple[FirstToken, ...]:
+        """Last stage: sample where a prompt ends, draft behind it, and hand it over. Every tensor-parallel rank computes the
+        same. Chunks that end no prompt go to the drafter too: it keeps a cache of its own."""
         ends = [index for index, row in enumerate(rows) if row.last]
+        tokens = self._sample(rows, batch, hidden, ends)
+        windows = [(token,) for token in tokens]
+        if self._drafter is not None:
+            assert capture is not None
+            heads = batch.cu_seqlens[1:].long()[ends] - 1
+            proposals = self._drafter.draft(batch, hidden, capture, _following(rows, batch, tokens), heads)
+            windows = [(token, *drafted) for token, drafted in zip(tokens, proposals.tolist(), strict=True)]
+            barriers.passed(self._producer_steps - 1)
+        done: list[FirstToken] = []
+        for index, token, window in zip(ends, tokens, windows, strict=True):
+            room = rows[index].room
+            self._post(HandoffReady(room, token, window, self._rooms[room].cached_tokens))
+            done.append(FirstToken(room, token, window))
+        return tuple(done)
+
+    def _sample(self, rows: tuple[ChunkRow, ...], batch: ForwardBatch, hidden: Tensor, ends: list[int]) -> list[int]:
         if not ends:
-            return ()
+            return []
         rules = [rows[index].sampling for index in ends]
         if None in rules:
             raise Internal("the last chunk of a prompt came without sampling parameters")
         logits = self._stage.logits(hidden[batch.cu_seqlens[1:].long()[ends] - 1])
-        tokens = sample(logits, [rule for rule in rules if rule is not None], [rows[index].end for index in ends])
-        done: list[FirstToken] = []
-        for index, token in zip(ends, tokens, strict=True):
-            room, window = rows[index].room, (token,)
-            self._post(HandoffReady(room, token, window, self._rooms[room].cached_tokens))
-            done.append(FirstToken(room, token, window))
-        return tuple(done)
+        return sample(logits, [rule for rule in rules if rule is not None], [rows[index].end for index in ends])
 
     def _forget(self, rooms: tuple[int, ...]) -> None:
         for room in rooms:
@@ -182,6 +207,15 @@ def _tokens(rows: tuple[ChunkRow, ...]) -> Tensor:
     """[T] int64 of the rows' ids, little-endian uint32 each."""
     ids = torch.frombuffer(bytearray(b"".join(row.tokens for row in rows)), dtype=torch.uint32)
     return ids.long()
+
+
+def _following(rows: tuple[ChunkRow, ...], batch: ForwardBatch, sampled: list[int]) -> Tensor:
+    """[T] the token after each row: the prompt's, and at its end the one that was sampled."""
+    ends = iter(sampled)
+    last = torch.tensor([next(ends) if row.last else row.next_token for row in rows])
+    following = batch.tokens.roll(-1)
+    following[batch.cu_seqlens[1:].long() - 1] = last
+    return following
 
 
 def _local_row(row: ChunkRow) -> LocalRow:

@@ -25,6 +25,7 @@ class ChunkRow:
     slot: int
     sampling: Sampling | None
     prefix_tokens: int
+    next_token: int = 0  # at position `end`; nothing on the last chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ def _chunk_row(row: worker_pb2.ChunkRow) -> ChunkRow:
         slot=row.slot,
         sampling=_sampling(row.sampling) if row.HasField("sampling") else None,
         prefix_tokens=row.prefix_tokens,
+        next_token=row.next_token,
     )
 
 

@@ -24,9 +24,8 @@ async def start(made: Mesh, decode: AgentProcess, room: int) -> Handoff:
 
 
 async def until_held(made: Mesh) -> None:
-    """Stage 0's third frame was granted and does not come."""
-    await made.stages[0].until_counters(lambda counters: counters["tasks"] > 0 and counters["staging_frames_used"] > 0)
-    await made.replicas[0].until_counters(lambda counters: counters["transfers"] > 0)
+    """Stage 0's third frame was granted and does not come: it has sent three others since."""
+    await made.stages[0].until_inspected(lambda reply: reply.totals["frames"] >= 3)
 
 
 async def complete(made: Mesh, decode: AgentProcess, room: int) -> None:

@@ -135,3 +135,87 @@ def test_the_last_tap_of_the_conv_is_the_current_row(backend: Candidate):
     assert torch.equal(out[:, 0], silu[:, 0])
     assert out[:, 1].tolist() == [0.0, 0.0, 0.0, float(silu[0, 1])]
     assert state[1].tolist() == [[2.0, 3.0, 4.0], [2.0, 3.0, 4.0]]  # oldest first
+
+
+ACCEPTED = {"one row": [1, 1, 1], "all rows": [8, 8, 8], "mixed": [3, 1, 8]}
+
+
+def verify_inputs(dtype: torch.dtype, heads: int, dim: int, strided: bool):
+    """Three sequences of 8 rows: before the convolution, and the scan's other arguments."""
+    data = Data(28, strided)
+    qkv, decay = data.normal(24, 3 * heads * dim, dtype=dtype), data.normal(24, heads, dim, dtype=dtype)
+    beta = data.normal(24, heads, dtype=dtype)
+    weight, a_log, dt_bias = data.normal(3 * heads * dim, 4), data.normal(heads), data.normal(heads, dim)
+    conv, state = Data(29).normal(NUM_SLOTS, 3 * heads * dim, 3, dtype=dtype), Data(30).normal(NUM_SLOTS, heads, dim, dim)
+    return qkv, weight, conv, decay, beta, a_log, dt_bias, state
+
+
+@each_backend("kda_verify")
+@each(dtype=DTYPES, shape=SHAPES, strided=STRIDED)
+def test_verify_gives_the_rows_of_a_decode_scan_and_leaves_the_state_alone(
+    backend: Candidate, dtype: torch.dtype, shape: tuple, strided: bool
+):
+    heads, dim = shape
+    wanted = geometry(dtype, kda_heads=heads, kda_head_dim=dim)
+    verify, bounds = implementation(backend, wanted), bounds_of([8, 8, 8])
+    qkv, _, _, decay, beta, a_log, dt_bias, state = verify_inputs(dtype, heads, dim, strided)
+    q, k, v = qkv.unflatten(-1, (3, heads, dim)).unbind(1)
+    slots, before = torch.tensor([4, 2, 8], device=DEVICE), state.clone()
+    out = verify(q, k, v, decay, beta, a_log, dt_bias, -5.0, state, slots, bounds)
+    rows, _ = definitions.kda(q, k, v, decay, beta, a_log, dt_bias, -5.0, [before[slot] for slot in slots], [8, 8, 8])
+    assert out.dtype == dtype
+    assert_close(out, rows, dtype)
+    assert torch.equal(state, before)
+
+
+@each_backend("short_conv_verify")
+@each(dtype=DTYPES, strided=STRIDED)
+def test_conv_verify_gives_the_rows_of_a_convolution_and_leaves_the_history_alone(
+    backend: Candidate, dtype: torch.dtype, strided: bool
+):
+    verify = implementation(backend, geometry(dtype))
+    qkv, weight, conv, *_ = verify_inputs(dtype, 4, 32, strided)
+    slots, before = torch.tensor([4, 2, 8], device=DEVICE), conv.clone()
+    out = verify(qkv, weight, conv, slots, bounds_of([8, 8, 8]))
+    rows, _ = definitions.conv(qkv, weight, [before[slot] for slot in slots], [8, 8, 8])
+    assert out.dtype == dtype
+    assert_close(out, rows, dtype)
+    assert torch.equal(conv, before)
+
+
+@each_backend("kda_commit")
+@each(dtype=DTYPES, shape=SHAPES, strided=STRIDED, accepted=ACCEPTED)
+def test_commit_moves_both_states_on_by_the_accepted_rows_alone(
+    backend: Candidate, dtype: torch.dtype, shape: tuple, strided: bool, accepted: list[int]
+):
+    heads, dim = shape
+    commit = implementation(backend, geometry(dtype, kda_heads=heads, kda_head_dim=dim))
+    qkv, weight, conv, decay, beta, a_log, dt_bias, state = verify_inputs(dtype, heads, dim, strided)
+    slots, old_conv, old_state = torch.tensor([4, 2, 8], device=DEVICE), conv.clone(), state.clone()
+    taken = torch.tensor(accepted, device=DEVICE)
+    commit(qkv, weight, conv, decay, beta, a_log, dt_bias, -5.0, state, slots, bounds_of([8, 8, 8]), taken)
+    for n, (slot, count) in enumerate(zip(slots, accepted, strict=True)):
+        rows = slice(8 * n, 8 * n + count)
+        convolved, (history,) = definitions.conv(qkv[rows], weight, [old_conv[slot]], [count])
+        q, k, v = convolved.to(dtype).unflatten(-1, (3, heads, dim)).unbind(1)
+        _, (wanted,) = definitions.kda(q, k, v, decay[rows], beta[rows], a_log, dt_bias, -5.0, [old_state[slot]], [count])
+        assert torch.equal(conv[slot], history.to(dtype))
+        assert_close(state[slot], wanted, dtype)
+    others = [n for n in range(NUM_SLOTS) if n not in slots.tolist()]
+    assert torch.equal(state[others], old_state[others]) and torch.equal(conv[others], old_conv[others])
+
+
+@each_backend("kda_commit")
+def test_commit_skips_padding_sequences(backend: Candidate):
+    commit = implementation(backend, geometry(kda_heads=4, kda_head_dim=32))
+    qkv, weight, conv, decay, beta, a_log, dt_bias, state = verify_inputs(torch.float32, 4, 32, False)
+    lone_conv, lone_state = conv.clone(), state.clone()
+    state[0], conv[0] = float("nan"), float("nan")
+    slots, taken = torch.tensor([0, 2, 0], device=DEVICE), torch.tensor([8, 3, 1], device=DEVICE)
+    commit(qkv, weight, conv, decay, beta, a_log, dt_bias, -5.0, state, slots, bounds_of([8, 8, 8]), taken)
+    rows, bounds = slice(8, 16), bounds_of([8])
+    one, three = torch.tensor([2], device=DEVICE), torch.tensor([3], device=DEVICE)
+    args = (decay[rows], beta[rows], a_log, dt_bias, -5.0)
+    commit(qkv[rows], weight, lone_conv, *args, lone_state, one, bounds, three)
+    assert torch.equal(conv[1:], lone_conv[1:])
+    assert_close(state[1:], lone_state[1:], torch.float32)

@@ -108,3 +108,21 @@ def test_write_into_a_strided_pool_and_of_no_rows(backend: Candidate):
     assert torch.equal(arena[2, 1, 5, 0], row[0])
     assert arena[:, 0].count_nonzero() == 0
     assert arena.count_nonzero() == 48
+
+
+@each_backend("mla_block")
+@each(dtype=DTYPES, shape=SHAPES, strided=STRIDED)
+def test_every_row_of_a_block_sees_the_context_and_the_whole_block(
+    backend: Candidate, dtype: torch.dtype, shape: tuple, strided: bool
+):
+    heads, latent, shared = shape
+    function = implementation(backend, geometry(dtype, mla_heads=heads, mla_latent=latent, mla_shared=shared))
+    data, width, lengths = Data(13, strided), latent + shared, [7, 7, 7]
+    q = data.normal(21, heads, width, dtype=dtype)
+    rows = [data.normal(7 + before, width, dtype=dtype) for before in (0, 125, 300)]
+    cache, tables = paged(rows, width, dtype)
+    contexts = torch.tensor([len(part) for part in rows], dtype=torch.int32, device=DEVICE)
+    out = function(q, cache, tables, contexts, bounds_of(lengths), 0.07, latent)
+    wanted = [definitions.mla(q[n : n + 1], [rows[n // 7]], [1], 0.07, latent) for n in range(21)]
+    assert out.dtype == dtype
+    assert_close(out, torch.cat(wanted), dtype)

@@ -313,7 +313,7 @@ class DecodeWorld:
             live_blocks = [block for place in part.live for block in places[place].blocks]
             assert len(live_blocks) == len(set(live_blocks)), "two requests share a block"
             for place in part.live:
-                rows = places[place].position + self.shape.verify_width
+                rows = places[place].position + self.shape.rows_ahead
                 assert len(places[place].blocks) >= blocks_for(rows), "a round would write beyond its blocks"
 
     def _ended(self, model: ModelRoom, end: ev.End) -> None:

@@ -117,11 +117,13 @@ class AgentProcess:
     async def inspect(self) -> common_pb2.InspectReply:
         return await self.stub.Inspect(common_pb2.InspectRequest(), timeout=10)
 
-    async def until_counters(self, wanted: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+    async def until_counters(self, wanted: Callable[[dict[str, int]], bool]) -> None:
+        await self.until_inspected(lambda reply: wanted(dict(reply.counters)))
+
+    async def until_inspected(self, wanted: Callable[[common_pb2.InspectReply], bool]) -> None:
         async with asyncio.timeout(DEADLINE_S):
-            while not wanted(counters := dict((await self.inspect()).counters)):
+            while not wanted(await self.inspect()):
                 await asyncio.sleep(0.02)
-        return counters
 
     async def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)

@@ -249,7 +249,6 @@ def test_a_partition_must_sum_to_the_models_layers():
         ("--kda-backend flashkda", r"--kda-backend flashkda: needs an NVIDIA GPU"),
         ("--moe-backend marlin", r"--moe-backend marlin: needs an NVIDIA GPU"),
         ("--all2all-backend deepep --moe-backend marlin", r"--moe-backend marlin: needs an NVIDIA GPU"),
-        ("--speculative-algorithm MTP --speculative-num-draft-tokens 4", r"--speculative-algorithm MTP: .*not available"),
         ("--retraction-snapshot-ratio 0.5", r"--retraction-snapshot-ratio 0.5: retraction is not available"),
     ],
 )
@@ -270,15 +269,48 @@ def test_engines_that_could_not_hand_over_are_refused(other: str):
         rules.check_pair(parse(*P), parse(*D, other))
 
 
-def test_the_cache_is_derived_bounded_and_refused_when_one_request_does_not_fit():
+@pytest.fixture
+def drafter(tmp_path: Path) -> str:
+    """The guide's flag, with the published drafter's configuration in its directory."""
+    (tmp_path / "config.json").write_text((Path(__file__).parents[1] / "lib/k3_dspark.json").read_text())
+    return f"--speculative-draft-model-path {tmp_path}"
+
+
+def test_the_cache_is_derived_bounded_and_refused_when_one_request_does_not_fit(drafter: str):
     model = k3_model()
-    guide = parse(COMMON, DECODE)
+    guide = parse(COMMON, DECODE, drafter)
     with pytest.raises(ConfigError, match=r"^--max-model-len 8192: one such request needs 65 blocks of .*; lower it or "):
         guide.cache_size(guide.geometry(model))
-    given = parse(COMMON, DECODE, "--num-blocks 1000 --num-slots 40")
+    given = parse(COMMON, DECODE, drafter, "--num-blocks 1000 --num-slots 40")
     assert given.cache_size(given.geometry(model)) == (1000, 40)
-    small = parse(COMMON, DECODE, "--max-num-seqs 4 --max-model-len 1000")
+    small = parse(COMMON, DECODE, drafter, "--max-num-seqs 4 --max-model-len 1000")
     assert small.cache_size(small.geometry(model)) == (8 + 1, 2)
+    edge = parse(COMMON, DECODE, drafter, "--max-num-seqs 4 --max-model-len 1010")  # the last block of proposals needs a block
+    assert edge.cache_size(edge.geometry(model)) == (9 + 1, 2)
+
+
+def test_the_drafters_rows_are_in_the_cache_of_the_stage_that_drafts(drafter: str):
+    prefill = parse(COMMON, PREFILL, drafter)
+    geometry = prefill.geometry(k3_model())
+    drafted = [[f.field_id for f in geometry.fields_of_stage(stage) if f.arena == "draft"] for stage in range(4)]
+    assert drafted == [[], [], [], [f"d.{n}.mla" for n in range(93, 98)]]
+    assert len(geometry.producer_steps(3)) == 23 + 1
+
+
+@pytest.mark.parametrize(
+    ("words", "detail", "refusal"),
+    [
+        ("--speculative-num-draft-tokens 9", "DRAFT_WIDTH", "give --speculative-num-draft-tokens 8"),
+        ("--speculative-algorithm MTP", "DRAFT_CONFIG", "num_nextn_predict_layers = 0"),
+        ("--max-model-len 2000000", "", "--max-model-len 2000000: the drafter's positions end at 1048576"),
+        ("--speculative-draft-model-path /nowhere", "", "--speculative-draft-model-path /nowhere: config.json cannot be read"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused(drafter: str, words: str, detail: str, refusal: str):
+    with pytest.raises(ConfigError) as refused:
+        parse(COMMON, PREFILL, drafter, words).load_draft_config(k3_model())
+    assert refusal in refused.value.message
+    assert refused.value.detail == detail
 
 
 def test_a_capacity_below_a_full_round_is_noted():

@@ -58,7 +58,7 @@ def test_growing_adds_blocks_or_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("position", "remaining", "width", "held", "blocks"),
+    ("position", "remaining", "rows", "held", "blocks"),
     [
         (128, 1, 1, 1, 1),  # the round at row 128 writes into a second block
         (127, 1, 1, 1, 0),
@@ -70,8 +70,8 @@ def test_growing_adds_blocks_or_changes_nothing():
         (128, 1, 1, 9, 0),
     ],
 )
-def test_growth_is_what_the_next_tokens_write_beyond_what_is_held(position, remaining, width, held, blocks):
-    assert growth(position, remaining, width, held) == blocks
+def test_growth_is_what_the_next_tokens_write_beyond_what_is_held(position, remaining, rows, held, blocks):
+    assert growth(position, remaining, rows, held) == blocks
 
 
 def test_the_replica_with_fewest_requests_is_chosen_then_the_one_with_most_free_blocks_then_the_first():
@@ -103,8 +103,8 @@ def test_nobody_is_admitted_without_a_place_and_a_slot(missing: str, changes: di
 
 
 def test_whatever_is_within_the_request_limit_fits_an_empty_replica_to_its_last_round():
-    for blocks, width in ((2, 1), (5, 1), (5, 8)):
-        limit = max_request_tokens(blocks, max_model_len=100_000, width=width)
+    for blocks, rows in ((2, 1), (5, 1), (5, 15)):
+        limit = max_request_tokens(blocks, max_model_len=100_000, rows=rows)
         last_round = limit - 2  # of prompt 1 and limit - 1 new tokens: the first is given, the last round starts there
-        assert last_round + width <= (blocks - 1) * 128 < last_round + width + 2
-    assert max_request_tokens(100, max_model_len=300, width=1) == 300
+        assert last_round + rows <= (blocks - 1) * 128 < last_round + rows + 2
+    assert max_request_tokens(100, max_model_len=300, rows=1) == 300

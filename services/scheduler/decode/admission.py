@@ -38,7 +38,7 @@ def refusal(asked: ReserveAsked, shape: EngineShape) -> Failure | None:
 def admit(asked: ReserveAsked, shape: EngineShape, pools: Sequence[Pool], requests: Iterable[Request]) -> Holding | None:
     """A place, a slot and the prompt's blocks on the best replica, or None: no room now."""
     blocks = blocks_for(asked.prompt_tokens)
-    ahead = growth(asked.prompt_tokens, budget(asked, shape) - 1, shape.verify_width, blocks)
+    ahead = growth(asked.prompt_tokens, budget(asked, shape) - 1, shape.rows_ahead, blocks)
     replica = choose(_loads(shape, pools, requests), blocks, ahead)
     return None if replica is None else pools[replica].take(blocks)
 
@@ -68,7 +68,7 @@ def _loads(shape: EngineShape, pools: Sequence[Pool], requests: Iterable[Request
         if isinstance(request.state, Lingering):
             continue
         holding = request.state.holding
-        promised[holding.replica] += request.growth(shape.verify_width)
+        promised[holding.replica] += request.growth(shape.rows_ahead)
         if isinstance(request.state, Releasing):
             quarantined[holding.replica] += len(holding.blocks)
     return [Load(pool, promised[pool.replica], quarantined[pool.replica]) for pool in pools]

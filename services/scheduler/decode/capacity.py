@@ -88,14 +88,14 @@ class Load:
     quarantined: int  # blocks of ended rooms that an agent may still write to
 
 
-def growth(position: int, remaining: int, width: int, held: int) -> int:
+def growth(position: int, remaining: int, rows: int, held: int) -> int:
     """Blocks that a request at `position` with `remaining` tokens to go asks for within its next GROWTH_TOKENS.
 
-    The last round starts at most remaining - 1 rows further on and writes `width` rows.
+    The last round starts at most remaining - 1 rows further on and writes `rows` rows.
     """
     if remaining < 1:
         return 0
-    return max(0, blocks_for(position + min(remaining, GROWTH_TOKENS) - 1 + width) - held)
+    return max(0, blocks_for(position + min(remaining, GROWTH_TOKENS) - 1 + rows) - held)
 
 
 def choose(loads: Sequence[Load], blocks: int, growth_blocks: int) -> Replica | None:
@@ -110,9 +110,9 @@ def choose(loads: Sequence[Load], blocks: int, growth_blocks: int) -> Replica | 
     return best.pool.replica
 
 
-def max_request_tokens(num_blocks: int, max_model_len: int, width: int) -> int:
+def max_request_tokens(num_blocks: int, max_model_len: int, rows: int) -> int:
     """Prompt and new tokens that one request may have on an empty replica."""
-    return min(max_model_len, (num_blocks - 1) * BLOCK_TOKENS - (width - 1))
+    return min(max_model_len, (num_blocks - 1) * BLOCK_TOKENS - (rows - 1))
 
 
 def _admits(load: Load, need: int) -> bool:

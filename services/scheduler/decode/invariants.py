@@ -21,7 +21,7 @@ def check_residents(
     requests: Mapping[Room, Request],
     residents: Sequence[Mapping[Room, Request]],
     launched: LaunchedRound | None,
-    verify_width: int,
+    rows_ahead: int,
 ) -> None:
     """The residents are the installed requests that go on, each with the rows that its next round writes."""
     for replica, of_replica in enumerate(residents):
@@ -31,7 +31,7 @@ def check_residents(
             assert requests.get(room) is request, f"{room} is resident and unknown"
             assert isinstance(state, Installed | Decoding) and state.holding.replica == replica, f"{room} is no resident"
             assert request.end is None and state.progress.completion < request.budget, f"{room} should have ended"
-            rows = state.progress.position + verify_width
+            rows = state.progress.position + rows_ahead
             assert launched is not None or len(state.holding.blocks) >= blocks_for(rows), f"{room} lacks a block"
             orders.append(state.progress.order)
         assert orders == sorted(orders), f"replica {replica}: residents are not in the order of their installation"

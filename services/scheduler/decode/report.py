@@ -47,6 +47,8 @@ def ended(end: Finished | Failure, progress: Progress) -> tuple[State, Fields]:
         ("seconds", round(seconds, 6)),
         ("tokens_per_s", round(decoded / seconds, 3) if seconds else 0.0),
     )
+    if progress.drafted:
+        figures += (("drafted", progress.drafted), ("accepted", progress.accepted))
     if isinstance(end, Finished):
         return State.FINISHED, (("reason", end.reason), *figures)
     state = {"cancelled": State.CANCELLED, "capacity_aborted": State.ABORTED}.get(end.code, State.FAILED)

@@ -64,6 +64,8 @@ class Progress:
     last_token_at: float
     completion: int = 1  # tokens so far, the anchor among them
     rounds: int = 0
+    drafted: int = 0  # proposals that rounds have verified
+    accepted: int = 0  # of them right
 
 
 @dataclass(slots=True)
@@ -135,14 +137,14 @@ class Request:
         self.step = max(self.step + 1, RANK.get(state, 0))
         return self.step
 
-    def growth(self, width: int) -> int:
+    def growth(self, rows: int) -> int:
         """Blocks that it may ask for soon."""
         match self.state:
             case Reserved() | Receiving():
-                return growth(self.asked.prompt_tokens, self.budget - 1, width, len(self.state.holding.blocks))
+                return growth(self.asked.prompt_tokens, self.budget - 1, rows, len(self.state.holding.blocks))
             case Installed() | Decoding():
                 progress = self.state.progress
-                return growth(progress.position, self.budget - progress.completion, width, len(self.state.holding.blocks))
+                return growth(progress.position, self.budget - progress.completion, rows, len(self.state.holding.blocks))
             case _:
                 return 0
 

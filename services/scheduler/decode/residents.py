@@ -52,6 +52,7 @@ class Residents:
     def _advance(self, request: Request, progress: Progress, entry: ev.PlaceTokens) -> None:
         if progress.rounds == 0:
             self._rooms.write(request, State.DECODING)
+        self._count_acceptance(progress, len(entry.tokens) - 1)
         progress.rounds += 1
         tokens, end = request.accept(progress, entry.tokens)
         progress.position += len(entry.tokens)
@@ -60,6 +61,22 @@ class Residents:
         self._rooms.publish(request, tokens)
         if end is not None:
             self._finish(request, end)
+
+    def _count_acceptance(self, progress: Progress, right: int) -> None:
+        """`right` proposals of a window were, whether or not the request ends before the last of them."""
+        drafted, totals = self._width - 1, self._rooms.totals
+        if not drafted:
+            return
+        progress.drafted += drafted
+        progress.accepted += right
+        totals["tokens_drafted"] += drafted
+        totals["tokens_accepted"] += right
+        totals["windows"] += 1
+        for k in range(1, right + 1):
+            totals[f"accepted_at_{k}"] += 1
+        if progress.rounds == 0:
+            totals["handoff_windows"] += 1
+            totals["handoff_accepted"] += right
 
     # ---- capacity
     def secure_next_rows(self) -> None:
@@ -74,7 +91,7 @@ class Residents:
     def _grow(self, pool: Pool, request: Request) -> bool:
         state = request.state
         assert isinstance(state, Installed | Decoding)
-        return pool.grow(state.holding, blocks_for(state.progress.position + self._width))
+        return pool.grow(state.holding, blocks_for(state.progress.position + self._rooms.shape.rows_ahead))
 
     def _abort(self, pool: Pool, newest: Request) -> None:
         self._rooms.totals["capacity_aborts"] += 1

@@ -17,12 +17,21 @@ TOTALS = (
 )  # fmt: skip
 
 
+def acceptance_totals(width: int) -> tuple[str, ...]:
+    """What is counted of a drafter's work: proposals and those that were right, windows verified, and in how many of them the
+    first k proposals were right. The windows that came with the handoff are counted once more by themselves."""
+    if width == 1:
+        return ()
+    positions = (f"accepted_at_{k}" for k in range(1, width))
+    return ("tokens_drafted", "tokens_accepted", "windows", *positions, "handoff_windows", "handoff_accepted")
+
+
 class Rooms:
     """Requests by room, the pools they draw on, the clients that follow them, and the effects of the event at hand."""
 
     def __init__(self, shape: EngineShape):
         self.shape = shape
-        self.totals: dict[str, int] = dict.fromkeys(TOTALS, 0)
+        self.totals: dict[str, int] = dict.fromkeys((*TOTALS, *acceptance_totals(shape.verify_width)), 0)
         self.pools = [Pool(Replica(r), shape.places, shape.num_blocks, shape.num_slots) for r in range(shape.replicas)]
         self.requests: dict[Room, Request] = {}
         self.residents: list[dict[Room, Request]] = [{} for _ in range(shape.replicas)]  # installed and going on, newest last
@@ -135,6 +144,6 @@ class Rooms:
 
     def check(self) -> None:
         invariants.check_pools(self.requests, self.pools)
-        invariants.check_residents(self.requests, self.residents, self.round, self.shape.verify_width)
+        invariants.check_residents(self.requests, self.residents, self.round, self.shape.rows_ahead)
         invariants.check_round(self.requests, self.round)
         invariants.check_clients(self.requests, self.clients, self.tombstones)

@@ -76,7 +76,7 @@ def _changes(
         state = request.state
         assert isinstance(state, Installed | Decoding)
         holding, progress = state.holding, state.progress
-        assert len(holding.blocks) >= blocks_for(progress.position + shape.verify_width), f"{request.room} lacks a block"
+        assert len(holding.blocks) >= blocks_for(progress.position + shape.rows_ahead), f"{request.room} lacks a block"
         if isinstance(state, Installed):
             installs.append(
                 PlaceInstall(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from services.contracts.geometry import rows_ahead
 from services.contracts.ids import GlobalRank, Replica, Token
 from services.scheduler.decode.capacity import max_request_tokens
 
@@ -25,9 +26,14 @@ class EngineShape:
     request_timeout: float  # seconds, for requests that bring no deadline
 
     @property
+    def rows_ahead(self) -> int:
+        """Positions from an anchor on that one round may write."""
+        return rows_ahead(self.verify_width)
+
+    @property
     def max_request_tokens(self) -> int:
         """Prompt and new tokens of one request."""
-        return max_request_tokens(self.num_blocks, self.max_model_len, self.verify_width)
+        return max_request_tokens(self.num_blocks, self.max_model_len, self.rows_ahead)
 
     def ranks_of(self, replica: Replica) -> tuple[GlobalRank, ...]:
         first = replica * self.tp_size

@@ -163,7 +163,11 @@ def from_decode(message: request_pb2.DecodeToPrefill) -> FromDecode | None:
 
 # ---- workers
 def step_command(step: ev.PrefillStep, prompt: Callable[[RequestId], bytes], fence: int) -> worker_pb2.WorkerCommand:
-    """`prompt` gives a request's token bytes, of which each row carries its chunk."""
+    """`prompt` gives a request's token bytes, of which each row carries its chunk and, in front of another, one more token."""
+
+    def tokens(row: ev.ChunkRow, start: int, end: int) -> bytes:
+        return prompt(row.request_id)[TOKEN_BYTES * start : TOKEN_BYTES * end]
+
     rows = [
         worker_pb2.ChunkRow(
             request_id=row.request_id,
@@ -171,11 +175,12 @@ def step_command(step: ev.PrefillStep, prompt: Callable[[RequestId], bytes], fen
             start=row.start,
             end=row.end,
             last=row.last,
-            tokens=prompt(row.request_id)[TOKEN_BYTES * row.start : TOKEN_BYTES * row.end],
+            tokens=tokens(row, row.start, row.end),
             new_blocks=row.new_blocks,
             slot=row.slot,
             sampling=sampling(row.sampling) if row.last else None,
             prefix_tokens=row.prefix_tokens,
+            next_token=int.from_bytes(tokens(row, row.end, row.end + 1), "little"),
         )
         for row in step.rows
     ]

@@ -40,7 +40,7 @@ def allocate(placement: Placement) -> Pools:
         for field in placement.fields:
             if field.arena_id == arena.arena_id:
                 views[arena.name][field.layer] = _view(memory, field, placement.units(field))
-    caches = LayerCaches(mla=views["mla"], kda_rec=views["kda_rec"], kda_conv=views["kda_conv"])
+    caches = LayerCaches(**views)
     return Pools(placement, fds, caches)
 
 

@@ -1,10 +1,13 @@
 """From the backend flags to the ops that a rank runs."""
 
+from dataclasses import replace
+
 import torch
 
 from k3mesh.errors import ConfigError
 from kernels.ops import OpGeometry, Ops
 from kernels.registry import CANDIDATES, BackendUnusable, Choice, bundle, resolve
+from services.contracts.draft import Draft, DraftConfig
 from services.contracts.model import ModelConfig
 from services.contracts.topology import Topology
 
@@ -15,6 +18,7 @@ FLAG_OF = {
     "kda_extend": "kda_backend",
     "prepare_experts": "moe_backend",
 }
+DRAFT_OPS = ("mla_extend", "mla_decode", "mla_block")  # a drafter's own; it shares the others with the target
 
 
 def choose_ops(
@@ -41,6 +45,25 @@ def choose_ops(
                 raise ConfigError(str(error)) from error
             raise ConfigError(f"--{flag.replace('_', '-')} {wanted[flag]}: {error}", param=flag) from error
     return bundle(choices), tuple(choices)
+
+
+def choose_draft_ops(
+    ops: Ops, geometry: OpGeometry, draft: Draft, topology: Topology, device: torch.device | str, backend: str
+) -> tuple[Ops, tuple[Choice, ...]]:
+    """The target's ops with attention for the drafter's heads, by --drafter-attention-backend. ConfigError as above."""
+    if isinstance(draft, DraftConfig):
+        geometry = replace(
+            geometry,
+            mla_heads=draft.num_attention_heads // topology.tp_size,
+            mla_latent=draft.kv_lora_rank,
+            mla_shared=draft.qk_rope_head_dim,
+        )
+    try:
+        choices = tuple(resolve(op, torch.device(device), geometry, backend) for op in DRAFT_OPS)
+    except BackendUnusable as error:
+        flag = "drafter_attention_backend"
+        raise ConfigError(f"--{flag.replace('_', '-')} {backend}: {error}", param=flag) from error
+    return replace(ops, **{choice.op: choice.implementation for choice in choices}), choices
 
 
 def op_geometry(model: ModelConfig, topology: Topology, dtype: torch.dtype, cache_dtype: torch.dtype) -> OpGeometry:

@@ -1,10 +1,12 @@
 """What the model's layers work on: one batch of rows, the caches, what crosses a stage, and the two seams to parallelism."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
+
+from services.contracts.ids import BLOCK_TOKENS
 
 Mode = Literal["extend", "decode"]  # prompt chunks: experts by normal dispatch; decode rounds: by low latency
 
@@ -26,6 +28,12 @@ class ForwardBatch:
     write_slots: torch.Tensor  # [T] int64 = block * 128 + position % 128
     slots: torch.Tensor  # [B] int64 KDA slots, 0 = null
     fresh: torch.Tensor  # [B] bool: the sequence starts here, its KDA state is zero whatever the slot holds
+    verify: bool = False  # rows may be rejected: KDA state stays as it is until DecoderStage.commit
+
+
+def cache_slots(block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Write slots [B, R] int64 of rows at `positions` [B, R] of sequences with tables [B, M]."""
+    return block_tables.gather(1, positions // BLOCK_TOKENS).long() * BLOCK_TOKENS + positions % BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,7 @@ class LayerCaches:
     mla: dict[int, torch.Tensor]  # [num_blocks, 128, 1, mla_row]
     kda_rec: dict[int, torch.Tensor]  # [num_slots, heads, key dim, value dim] float32
     kda_conv: dict[int, torch.Tensor]  # [num_slots, 3 * heads * dim, conv_kernel_size - 1], oldest first
+    draft: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])  # [num_blocks, 128, 1, row] by draft layer
 
 
 class TensorParallel(Protocol):

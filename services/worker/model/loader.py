@@ -1,7 +1,7 @@
 """Reads one rank's weights from a released checkpoint: its own ranges only, straight into their place."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,19 @@ def load_stage_weights(
     `path` is a folder with model.safetensors, or with shards and model.safetensors.index.json. ConfigError names the file
     and the tensor that is missing, or has another shape or dtype than the configuration says.
     """
+    with open_checkpoint(Path(path)) as checkpoint:
+        return read_targets(checkpoint, stage_targets(model, topology, place), PREFIX, dtype, device)
+
+
+def read_targets(
+    checkpoint: "Checkpoint", targets: Iterable[Target], prefix: str, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """The targets by their names; released names are those of the sources after `prefix`. ConfigError as above."""
     dtypes = {MODEL: dtype, FLOAT32: torch.float32, PACKED: torch.uint8}
     weights: dict[str, Tensor] = {}
-    with _open_checkpoint(Path(path)) as checkpoint:
-        for target in stage_targets(model, topology, place):
-            weights[target.name] = tensor = torch.empty(target.shape, dtype=dtypes[target.dtype], device=device)
-            _fill(tensor, target, checkpoint)
+    for target in targets:
+        weights[target.name] = tensor = torch.empty(target.shape, dtype=dtypes[target.dtype], device=device)
+        _fill(tensor, target, checkpoint, prefix)
     return weights
 
 
@@ -45,26 +52,32 @@ class Checkpoint:
     """Where each tensor is. A file is opened when its first tensor is read."""
 
     def __init__(self, index: Path, files: dict[str, Path], stack: ExitStack):
-        self._index = index  # what to name when a tensor is nowhere
+        self.index = index  # what to name when a tensor is nowhere
         self._files = files
         self._stack = stack
         self._open: dict[Path, Any] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All released tensors."""
+        return frozenset(self._files)
 
     def slice_of(self, tensor: str) -> tuple[Any, Path]:
         """The safetensors slice of a released tensor and the file that holds it."""
         file = self._files.get(tensor)
         if file is None:
-            raise ConfigError(f"{self._index}: tensor {tensor} is missing; this is not a complete Kimi K3 checkpoint")
+            raise ConfigError(f"{self.index}: tensor {tensor} is missing; this is not a complete Kimi K3 checkpoint")
         if file not in self._open:
             self._open[file] = self._stack.enter_context(open_safetensors(file))
         try:
             return self._open[file].get_slice(tensor), file
         except SafetensorError as error:
-            raise ConfigError(f"{file}: tensor {tensor} is missing, although {self._index.name} names it there") from error
+            raise ConfigError(f"{file}: tensor {tensor} is missing, although {self.index.name} names it there") from error
 
 
 @contextmanager
-def _open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
+def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
+    """Its files stay open within the context. ConfigError if it is not readable."""
     with ExitStack() as stack:
         index = folder / INDEX
         if index.is_file():
@@ -93,11 +106,11 @@ def _read_index(index: Path) -> dict[str, Path]:
     return {tensor: index.parent / file for tensor, file in entries}
 
 
-def _fill(tensor: Tensor, target: Target, checkpoint: Checkpoint) -> None:
+def _fill(tensor: Tensor, target: Target, checkpoint: Checkpoint, prefix: str) -> None:
     """Copies the sources one below the other; an expert's sources go to its place in the stack."""
     row, expert = 0, None
     for source in target.sources:
-        part = _read(source, target.dtype, checkpoint)
+        part = _read(source, target.dtype, checkpoint, prefix)
         if source.expert != expert:
             row, expert = 0, source.expert
         place = tensor if expert is None else tensor[expert]
@@ -109,8 +122,8 @@ def _fill(tensor: Tensor, target: Target, checkpoint: Checkpoint) -> None:
         row += rows
 
 
-def _read(source: Source, dtype: str, checkpoint: Checkpoint) -> Tensor:
-    tensor = PREFIX + source.tensor
+def _read(source: Source, dtype: str, checkpoint: Checkpoint, prefix: str) -> Tensor:
+    tensor = prefix + source.tensor
     stored, file = checkpoint.slice_of(tensor)
     shape, stored_dtype = tuple(stored.get_shape()), stored.get_dtype()
     allowed = ("U8",) if dtype == PACKED else PLAIN_DTYPES

@@ -1,0 +1,119 @@
+"""The NextN (MTP) drafter (spec speculation §11): one more MLA and MoE layer of the target's kind behind its last, which reads
+the token after a position and the target's final hidden there, and predicts the token after that one.
+
+It only stands on the last stage. Its cache has a row for each position, like the target's. Every rank of an expert group takes
+the same number of steps, idle replicas too, because the layer's experts are spread over all of them.
+"""
+
+from collections.abc import Callable, MutableMapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.ops import Ops
+from services.contracts.model import ModelConfig
+from services.worker.model.batch import ExpertDispatcher, ForwardBatch, Hop, TensorParallel, cache_slots
+from services.worker.model.mla import MlaAttention
+from services.worker.model.moe import MoeFfn
+from services.worker.model.vocabulary import Embedding, gather_vocabulary
+from services.worker.speculative.capture import Capture, CaptureTarget
+from services.worker.speculative.drafter import sequence_of
+from services.worker.speculative.weights import EMBEDDING
+
+
+class NextNModel:
+    """The layer as one rank holds it."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        weights: MutableMapping[str, Tensor],
+        cache: Tensor,  # [blocks, 128, 1, mla_row]
+        tp: TensorParallel,
+        experts: ExpertDispatcher,
+        ops: Ops,
+    ):
+        """Takes every tensor out of `weights` (of load_nextn)."""
+        self._eps, self._tp, self._ops = model.rms_norm_eps, tp, ops
+        own = weights.pop(EMBEDDING, None)
+        self._embed: Callable[[Tensor], Tensor] | None = None if own is None else Embedding(own, tp)
+        self._head: Callable[[Tensor], Tensor] | None = None
+        self._token_norm = weights.pop("enorm.weight")
+        self._hidden_norm = weights.pop("hnorm.weight")
+        self._merge = weights.pop("eh_proj.weight")  # columns: embedding, then hidden
+        self._input_norm = weights.pop("input_layernorm.weight")
+        self._attention = MlaAttention(model, weights, "self_attn", cache, tp, ops)
+        self._ffn_norm = weights.pop("post_attention_layernorm.weight")
+        self._ffn = MoeFfn(model, weights, "block_sparse_moe", tp, experts, ops)
+        self._out_norm = weights.pop("shared_head.norm.weight")
+        assert not weights, f"NextN weights that nothing took: {sorted(weights)}"
+
+    def configure_target(self, target: CaptureTarget) -> None:
+        """Borrow the target's head, and its embedding where there is no own; nothing is captured."""
+        target.select_taps(())
+        self._head = target.local_logits
+        if self._embed is None:
+            self._embed = target.embed
+
+    def __call__(self, following: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """following [T], hidden [T, h] of the batch's rows -> out [T, h], normed: the next step's hidden. Writes the cache."""
+        assert self._embed is not None, "configure_target comes before the first step"
+        norm, eps = self._ops.rms_norm, self._eps
+        token = norm(self._embed(following), self._token_norm, eps)
+        x = F.linear(torch.cat([token, norm(hidden, self._hidden_norm, eps)], -1), self._merge)
+        x = x + self._attention(norm(x, self._input_norm, eps), batch)
+        x = x + self._ffn(norm(x, self._ffn_norm, eps), batch.write_slots, batch.mode)
+        return norm(x, self._out_norm, eps)
+
+    def choose(self, out: Tensor) -> Tensor:
+        """[E, h] -> the likeliest token of each, [E] int64; the smallest id on ties. Collective over TP."""
+        assert self._head is not None, "configure_target comes before the first step"
+        return gather_vocabulary(self._head(out), self._tp).argmax(-1)
+
+
+class NoCapture:
+    """NextN reads the final hidden alone."""
+
+    def take(self, index: int, rows: Tensor) -> None:
+        raise AssertionError("nothing was selected")
+
+    def onto(self, hop: Hop) -> Hop:
+        return hop
+
+
+class NextNDrafter:
+    """Rewrites the batch's rows with what the target says of them, then drafts one token after the other."""
+
+    def __init__(self, model: NextNModel, proposals: int):
+        self._model, self._proposals = model, proposals
+
+    def begin(self, rows: int, hop: Hop | None) -> NoCapture:
+        return NoCapture()
+
+    def draft(self, batch: ForwardBatch, hidden: Tensor, capture: Capture, following: Tensor, heads: Tensor) -> Tensor:
+        out = self._model(following, hidden, batch)[heads]
+        if not len(heads):
+            return heads.new_zeros(0, self._proposals)
+        proposals = [self._model.choose(out)]
+        for distance in range(1, self._proposals):
+            out = self._model(proposals[-1], out, _rows_behind(batch, heads, distance))
+            proposals.append(self._model.choose(out))
+        return torch.stack(proposals, 1)
+
+
+def _rows_behind(batch: ForwardBatch, heads: Tensor, distance: int) -> ForwardBatch:
+    """One row for each head's sequence, `distance` positions behind the head; what the cache has beyond it is not seen."""
+    positions = batch.positions[heads] + distance
+    tables = batch.block_tables[sequence_of(batch, heads)]
+    return ForwardBatch(
+        mode=batch.mode,
+        tokens=heads,  # not read: the layer is given its tokens
+        positions=positions,
+        cu_seqlens=torch.arange(len(heads) + 1, dtype=torch.int32, device=heads.device),
+        context_lens=(positions + 1).int(),
+        block_tables=tables,
+        write_slots=cache_slots(tables, positions.unsqueeze(1)).squeeze(1),
+        slots=torch.zeros_like(heads),
+        fresh=torch.zeros_like(heads, dtype=torch.bool),
+    )
