@@ -1,149 +1,60 @@
 """D's side of the handoff: manifests armed and offered, frames granted, verified, installed; all stages or nothing (pure)."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import ClassVar
 
 from k3mesh.errors import TransferFailed
 from services.contracts.geometry import PAGED
 from services.contracts.placement import Manifest, Placement
+from services.kvtransfer import messages as m
 from services.kvtransfer.credits import FairQueue, FrameId, Ring
-from services.kvtransfer.messages import (
-    CancelRoom,
-    CloseLink,
-    Drained,
-    Extent,
-    Failure,
-    Frame,
-    FrameBatch,
-    FromPeer,
-    Grant,
-    Handoff,
-    Link,
-    LinkLost,
-    Offer,
-    OfferReply,
-    Paired,
-    RankReady,
-    Receive,
-    Received,
-    Room,
-    RoomFailed,
-    Scatter,
-    Scattered,
-    StageAck,
-    StageDone,
-    Units,
-    Verified,
-    Verify,
-    transfer_failed,
-)
+from services.kvtransfer.rooms import Incoming, IncomingState, Pairing, Share, Sink, end_fault
 from services.kvtransfer.session import Limits, Phase, Session
-
-
-class FrameState(Enum):
-    RECEIVING = auto()
-    VERIFYING = auto()
-    SCATTERING = auto()
-
-
-@dataclass(slots=True)
-class Incoming:
-    """A staging frame in use. Once its room has failed it is quarantined: received, and thrown away."""
-
-    room: Room
-    link: Link
-    stage: int
-    frame: Frame
-    since: float  # of its grant
-    state: FrameState = FrameState.RECEIVING
-
-
-@dataclass(slots=True)
-class Share:
-    """What one stage contributes to a room."""
-
-    expected_bytes: int
-    accepted: bool = False
-    announced: dict[int, int] = field(default_factory=dict[int, int])  # field of the stage -> bit set of positions
-    frames_announced: int = 0
-    frames: int = 0  # installed
-    bytes: int = 0
-    done: StageDone | None = None
-    acked: bool = False
-
-
-@dataclass(slots=True)
-class Sink:
-    """A room that this rank is to receive."""
-
-    manifest: Manifest
-    deadline: float
-    accept_by: float
-    shares: list[Share]
-    phase: Phase = Phase.BOOTSTRAPPING
-    first_byte: float = 0.0
-    last_byte: float = 0.0
-    handoff: Handoff | None = None
-    # of a failed room
-    awaited: set[Link] = field(default_factory=set[Link])  # their Drained is outstanding
-    waiting: set[Link] = field(default_factory=set[Link])  # for our Drained
-    drain_by: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Pairing:
-    """The links to one life of a prefill engine, by stage, and which of our fields each of their fields is."""
-
-    links: tuple[Link, ...]
-    stages: tuple[Placement, ...]
-    fields: tuple[tuple[int, ...], ...]
 
 
 class SinkSession(Session):
     """All rooms of one decode rank."""
 
     handlers: ClassVar[dict[type, str]] = {
-        FromPeer: "_from_peer",
-        Paired: "_paired",
-        LinkLost: "_link_lost",
+        m.FromPeer: "_from_peer",
+        m.Paired: "_paired",
+        m.LinkLost: "_link_lost",
         Manifest: "_expect",
-        CancelRoom: "_cancel",
-        Received: "_received",
-        Verified: "_verified",
-        Scattered: "_scattered",
+        m.CancelRoom: "_cancel",
+        m.Received: "_received",
+        m.Verified: "_verified",
+        m.Scattered: "_scattered",
     }
     from_peer: ClassVar[dict[type, str]] = {
-        OfferReply: "_offer_reply",
-        FrameBatch: "_frame_batch",
-        StageDone: "_stage_done",
-        CancelRoom: "_peer_cancel",
-        Drained: "_peer_drained",
+        m.OfferReply: "_offer_reply",
+        m.FrameBatch: "_frame_batch",
+        m.StageDone: "_stage_done",
+        m.CancelRoom: "_peer_cancel",
+        m.Drained: "_peer_drained",
     }
 
     def __init__(self, placement: Placement, limits: Limits):
         super().__init__(placement, limits)
         self._pairing: Pairing | None = None
-        self._rooms: dict[Room, Sink] = {}
-        self._ring: Ring[Link] = Ring(limits.frames, limits.window)
+        self._rooms: dict[m.Room, Sink] = {}
+        self._ring: Ring[m.Link] = Ring(limits.frames, limits.window)
         self._frames: dict[FrameId, Incoming] = {}
-        self._waiting: FairQueue[Link, tuple[Room, int, Frame]] = FairQueue()  # for credit: room, stage, frame
+        self._waiting: FairQueue[m.Link, tuple[m.Room, int, m.Frame]] = FairQueue()  # for credit: room, stage, frame
 
     # ---- the pairing
-    def _paired(self, event: Paired) -> None:
+    def _paired(self, event: m.Paired) -> None:
         assert self._pairing is None, "a pairing is lost before the next one begins"
         own = {field.field_id: index for index, field in enumerate(self.placement.fields)}
         fields = tuple(tuple(own[field.field_id] for field in stage.fields) for stage in event.stages)
         self._pairing = Pairing(event.links, event.stages, fields)
 
-    def _link_lost(self, event: LinkLost) -> None:
+    def _link_lost(self, event: m.LinkLost) -> None:
         pairing = self._pairing
         if pairing is None or event.link not in pairing.links:
             return
         self._pairing = None
         name = pairing.stages[pairing.links.index(event.link)].name
-        failure = transfer_failed("PD_PEER_DEAD", f"the link to {name} is lost: {event.reason}")
+        failure = m.transfer_failed("PD_PEER_DEAD", f"the link to {name} is lost: {event.reason}")
         for room, sink in list(self._rooms.items()):
             if sink.phase is not Phase.FAILED:
                 self._fail(room, failure, tell_peers=False)
@@ -151,7 +62,7 @@ class SinkSession(Session):
             sink.waiting.clear()
             self._settle(room)
 
-    def _from_peer(self, event: FromPeer) -> None:
+    def _from_peer(self, event: m.FromPeer) -> None:
         handler = self.from_peer.get(type(event.message))
         if handler is None or self._pairing is None or event.link not in self._pairing.links:
             self.stale()
@@ -167,12 +78,12 @@ class SinkSession(Session):
             return
         failure = self._refusal(manifest)
         if failure is not None or self._pairing is None:
-            failure = failure or transfer_failed(
+            failure = failure or m.transfer_failed(
                 "PD_PEER_DEAD", f"room {room:x}: {self.placement.name} is linked to no prefill engine; pair it first"
             )
             self.totals["rooms_failed"] += 1
-            self.report(RoomFailed(room, manifest.attempt, failure))
-            self.report(Drained(room))
+            self.report(m.RoomFailed(room, manifest.attempt, failure))
+            self.report(m.Drained(room))
             self.tombstones.add(room)
             return
         positions = len(manifest.blocks)
@@ -183,16 +94,16 @@ class SinkSession(Session):
             shares=[Share(stage.expected_bytes(positions)) for stage in self._pairing.stages],
         )
         for link in self._pairing.links:
-            self.tell(link, Offer(manifest))
+            self.tell(link, m.Offer(manifest))
 
-    def _refusal(self, manifest: Manifest) -> Failure | None:
+    def _refusal(self, manifest: Manifest) -> m.Failure | None:
         try:
             manifest.check(self.placement)
         except TransferFailed as error:
-            return Failure.of(error)
+            return m.Failure.of(error)
         return None
 
-    def _offer_reply(self, link: Link, stage: int, reply: OfferReply) -> None:
+    def _offer_reply(self, link: m.Link, stage: int, reply: m.OfferReply) -> None:
         sink = self._alive(reply.room, reply.attempt)
         if sink is None:
             self.stale()
@@ -204,68 +115,52 @@ class SinkSession(Session):
                 sink.phase = Phase.BOOTSTRAPPED
 
     # ---- frames
-    def _frame_batch(self, link: Link, stage: int, batch: FrameBatch) -> None:
+    def _frame_batch(self, link: m.Link, stage: int, batch: m.FrameBatch) -> None:
         sink = self._alive(batch.room, batch.attempt)
         if sink is None:
             self.stale()
             return
         for frame in batch.frames:
-            wrong = self._fault(sink, stage, frame)
+            wrong = self._announce(sink, stage, frame)
             if wrong is not None:
                 self._fail(
-                    batch.room, transfer_failed("PD_BYTES", f"room {batch.room:x}, stage {stage}, frame {frame.seq}: {wrong}")
+                    batch.room, m.transfer_failed("PD_BYTES", f"room {batch.room:x}, stage {stage}, frame {frame.seq}: {wrong}")
                 )
                 return
-            sink.shares[stage].frames_announced += 1
             self._waiting.push(link, (batch.room, stage, frame))
 
-    def _fault(self, sink: Sink, stage: int, frame: Frame) -> str | None:
+    def _announce(self, sink: Sink, stage: int, frame: m.Frame) -> str | None:
         """Why this frame cannot be right, or None; its units then count as announced."""
-        assert self._pairing is not None
-        fields, share = self._pairing.stages[stage].fields, sink.shares[stage]
-        # Only this stage's own answer counts: P starts when all stages accepted, and another's may still be on its way here.
-        if not share.accepted or share.done is not None:
-            return "it comes outside the time of the stage's frames"
-        length = 0
-        for extent in frame.extents:
-            if extent.field >= len(fields):
-                return f"field {extent.field} is not in the stage's record"
-            paged = fields[extent.field].kind == PAGED
-            count = len(sink.manifest.blocks) if paged else 1
-            if not (extent.count >= 1 and extent.first + extent.count <= count):
-                return f"positions {extent.first}+{extent.count} of {fields[extent.field].field_id} are not all in the manifest"
-            bits = (1 << extent.count) - 1 << extent.first
-            if share.announced.get(extent.field, 0) & bits:
-                return f"a unit of {fields[extent.field].field_id} comes twice"
-            share.announced[extent.field] = share.announced.get(extent.field, 0) | bits
-            length += extent.count * fields[extent.field].payload
-        if not 0 < length == frame.length <= self.limits.frame_bytes:
-            return f"{frame.length} bytes are announced for units of {length}; a frame holds up to {self.limits.frame_bytes}"
-        return None
+        assert self._pairing is not None, "a live room has its pairing"
+        if sink.phase < Phase.BOOTSTRAPPED:
+            return "it comes before every stage has accepted the room"
+        if frame.length > self.limits.frame_bytes:
+            return f"{frame.length} bytes are more than a frame's {self.limits.frame_bytes}"
+        return sink.shares[stage].announce(frame, self._pairing.stages[stage], len(sink.manifest.blocks))
 
     def pump(self) -> None:
         """Grant what waits, as far as staging frames and windows allow. A grant is one posted receive."""
-        grants: dict[tuple[Link, Room], list[int]] = {}
+        grants: dict[tuple[m.Link, m.Room], list[int]] = {}
         while (turn := self._waiting.turn(self._ring.can_take)) is not None:
             link, (room, stage, frame) = turn
             frame_id = self._ring.take(link)
             self._frames[frame_id] = Incoming(room, link, stage, frame, self._now)
-            self.emit(Receive(frame_id, link, frame.seq, frame.length))
+            self.emit(m.Receive(frame_id, link, frame.seq, frame.length))
             grants.setdefault((link, room), []).append(frame.seq)
         for (link, room), seqs in grants.items():
-            self.tell(link, Grant(room, tuple(seqs)))
+            self.tell(link, m.Grant(room, tuple(seqs)))
 
-    def _received(self, event: Received) -> None:
+    def _received(self, event: m.Received) -> None:
         incoming = self._frames[event.frame]
         sink = self._alive(incoming.room)
         if event.peer_gone and self._pairing is not None and incoming.link in self._pairing.links:
-            self.emit(CloseLink(incoming.link, event.error or ""))
+            self.emit(m.CloseLink(incoming.link, event.error or ""))
             self._free(event.frame)
         elif sink is None:
             self._free(event.frame)
         elif event.error is not None:
             message = f"room {incoming.room:x}: receiving a frame of stage {incoming.stage} failed: {event.error}"
-            self._fail(incoming.room, transfer_failed("PD_TRANSFER", message))
+            self._fail(incoming.room, m.transfer_failed("PD_TRANSFER", message))
             self._free(event.frame)
         else:
             self.totals["bytes_received"] += incoming.frame.length
@@ -273,35 +168,35 @@ class SinkSession(Session):
             if sink.phase is Phase.BOOTSTRAPPED:
                 sink.phase = Phase.TRANSFERRING
             sink.first_byte, sink.last_byte = sink.first_byte or self._now, self._now
-            incoming.state = FrameState.VERIFYING
-            self.emit(Verify(event.frame, incoming.frame.length, incoming.frame.checksum))
+            incoming.state = IncomingState.VERIFYING
+            self.emit(m.Verify(event.frame, incoming.frame.length, incoming.frame.checksum))
 
-    def _verified(self, event: Verified) -> None:
+    def _verified(self, event: m.Verified) -> None:
         incoming = self._frames[event.frame]
         sink = self._alive(incoming.room)
         if sink is None:
             self._free(event.frame)
         elif not event.intact:
             message = f"room {incoming.room:x}: the checksum of frame {incoming.frame.seq} of stage {incoming.stage} is wrong"
-            self._fail(incoming.room, transfer_failed("PD_BYTES", message))
+            self._fail(incoming.room, m.transfer_failed("PD_BYTES", message))
             self._free(event.frame)
         else:
-            incoming.state = FrameState.SCATTERING
-            self.emit(Scatter(event.frame, self._units(sink, incoming)))
+            incoming.state = IncomingState.SCATTERING
+            self.emit(m.Scatter(event.frame, self._units(sink, incoming)))
 
-    def _units(self, sink: Sink, incoming: Incoming) -> tuple[Units, ...]:
+    def _units(self, sink: Sink, incoming: Incoming) -> tuple[m.Units, ...]:
         assert self._pairing is not None, "a live room has its pairing"
         own = self._pairing.fields[incoming.stage]
 
-        def units(extent: Extent) -> Units:
+        def units(extent: m.Extent) -> m.Units:
             index = own[extent.field]
             if self.placement.fields[index].kind == PAGED:
-                return Units(index, sink.manifest.blocks[extent.first : extent.first + extent.count])
-            return Units(index, (sink.manifest.slot,))
+                return m.Units(index, sink.manifest.blocks[extent.first : extent.first + extent.count])
+            return m.Units(index, (sink.manifest.slot,))
 
         return tuple(units(extent) for extent in incoming.frame.extents)
 
-    def _scattered(self, event: Scattered) -> None:
+    def _scattered(self, event: m.Scattered) -> None:
         incoming = self._frames[event.frame]
         sink = self._alive(incoming.room)
         if sink is not None:
@@ -318,13 +213,13 @@ class SinkSession(Session):
         self._settle(incoming.room)
 
     # ---- the end
-    def _stage_done(self, link: Link, stage: int, done: StageDone) -> None:
+    def _stage_done(self, link: m.Link, stage: int, done: m.StageDone) -> None:
         sink = self._alive(done.room, done.attempt)
         if sink is None:
             self.stale()
             return
         share = sink.shares[stage]
-        failure = self._done_fault(sink, stage, done)
+        failure = end_fault(done, share, stage, len(sink.shares), sink.manifest, self.placement.verify_width)
         if failure is not None:
             self._fail(done.room, failure)
         elif share.done is not None:
@@ -334,38 +229,14 @@ class SinkSession(Session):
             sink.handoff = done.handoff or sink.handoff
             self._advance(done.room, sink, stage, link)
 
-    def _done_fault(self, sink: Sink, stage: int, done: StageDone) -> Failure | None:
-        share, room = sink.shares[stage], f"room {done.room:x}, stage {stage}"
-        if done.stage != stage or (share.done is not None and share.done != done):
-            return transfer_failed("PD_ROUTE", f"{room}: an end that does not belong here: {done}")
-        if done.slot_gen != sink.manifest.slot_gen:
-            wanted = sink.manifest.slot_gen
-            return transfer_failed("PD_STALE", f"{room}: the slot is in generation {wanted}, the stage says {done.slot_gen}")
-        if (done.bytes, done.frames) != (share.expected_bytes, share.frames_announced):
-            return transfer_failed(
-                "PD_BYTES",
-                f"{room}: {done.bytes} bytes in {done.frames} frames at its end; {share.expected_bytes} bytes are due and "
-                f"{share.frames_announced} frames were announced",
-            )
-        last = stage == len(sink.shares) - 1
-        if (done.handoff is not None) != last:
-            return transfer_failed("PD_CAND", f"{room}: the first token comes with the last stage and only with it")
-        if done.handoff is not None:
-            window, width = done.handoff.window, self.placement.verify_width
-            if len(window) != width or window[0] != done.handoff.token:
-                return transfer_failed(
-                    "PD_CAND", f"{room}: window {list(window)} must hold {width} tokens and begin with {done.handoff.token}"
-                )
-        return None
-
-    def _advance(self, room: Room, sink: Sink, stage: int, link: Link) -> None:
+    def _advance(self, room: m.Room, sink: Sink, stage: int, link: m.Link) -> None:
         """Acknowledge a complete stage; when all are, the rank is ready."""
         share = sink.shares[stage]
         if share.acked or share.done is None or share.frames != share.done.frames:
             return
         assert share.bytes == share.expected_bytes, "the frames of a stage add up to its units"
         share.acked = True
-        self.tell(link, StageAck(room, sink.manifest.attempt))
+        self.tell(link, m.StageAck(room, sink.manifest.attempt))
         if not all(share.acked for share in sink.shares):
             return
         handoff = sink.handoff
@@ -373,7 +244,7 @@ class SinkSession(Session):
         sink.phase = Phase.SUCCESS
         self.totals["rooms_ok"] += 1
         self.report(
-            RankReady(
+            m.RankReady(
                 room,
                 sink.manifest.attempt,
                 handoff.token,
@@ -386,36 +257,36 @@ class SinkSession(Session):
         )
         self._bury(room)
 
-    def _cancel(self, event: CancelRoom) -> None:
+    def _cancel(self, event: m.CancelRoom) -> None:
         """From the scheduler. A room that is not here is drained."""
         sink = self._rooms.get(event.room)
         if sink is None:
             self.tombstones.add(event.room)
-            self.report(Drained(event.room))
+            self.report(m.Drained(event.room))
         elif sink.phase is not Phase.FAILED:
-            failure = event.failure or Failure("cancelled", f"room {event.room:x} was cancelled: {event.reason}")
+            failure = event.failure or m.Failure("cancelled", f"room {event.room:x} was cancelled: {event.reason}")
             self._fail(event.room, failure, tell_scheduler=False)
 
-    def _peer_cancel(self, link: Link, stage: int, cancel: CancelRoom) -> None:
+    def _peer_cancel(self, link: m.Link, stage: int, cancel: m.CancelRoom) -> None:
         sink = self._rooms.get(cancel.room)
         if sink is None:
-            self.tell(link, Drained(cancel.room))
+            self.tell(link, m.Drained(cancel.room))
             return
         if sink.phase is not Phase.FAILED:
-            failure = cancel.failure or Failure("cancelled", f"room {cancel.room:x} was cancelled on P: {cancel.reason}")
+            failure = cancel.failure or m.Failure("cancelled", f"room {cancel.room:x} was cancelled on P: {cancel.reason}")
             self._fail(cancel.room, failure, but=link)
         sink.awaited.discard(link)
         sink.waiting.add(link)
         self._settle(cancel.room)
 
-    def _peer_drained(self, link: Link, stage: int, drained: Drained) -> None:
+    def _peer_drained(self, link: m.Link, stage: int, drained: m.Drained) -> None:
         sink = self._rooms.get(drained.room)
         if sink is not None and sink.phase is Phase.FAILED:
             sink.awaited.discard(link)
             self._settle(drained.room)
 
     def _fail(
-        self, room: Room, failure: Failure, tell_scheduler: bool = True, tell_peers: bool = True, but: Link | None = None
+        self, room: m.Room, failure: m.Failure, tell_scheduler: bool = True, tell_peers: bool = True, but: m.Link | None = None
     ) -> None:
         """Stop the room: nothing is granted or scattered for it any more. `but` is the peer that stopped it."""
         sink = self._rooms[room]
@@ -424,15 +295,15 @@ class SinkSession(Session):
         self.totals["rooms_failed"] += 1
         self._waiting.drop(lambda item: item[0] == room)
         if tell_scheduler:
-            self.report(RoomFailed(room, sink.manifest.attempt, failure))
+            self.report(m.RoomFailed(room, sink.manifest.attempt, failure))
         if tell_peers and self._pairing is not None:
             sink.awaited = {link for link in self._pairing.links if link != but}
             for link in self._pairing.links:
                 if link != but:
-                    self.tell(link, CancelRoom(room, failure.message, failure))
+                    self.tell(link, m.CancelRoom(room, failure.message, failure))
         self._settle(room)
 
-    def _settle(self, room: Room) -> None:
+    def _settle(self, room: m.Room) -> None:
         """A failed room answers each peer when nothing from it is in flight, and ends when all peers have answered too."""
         sink = self._rooms.get(room)
         if sink is None or sink.phase is not Phase.FAILED:
@@ -440,16 +311,16 @@ class SinkSession(Session):
         busy = {incoming.link for incoming in self._frames.values() if incoming.room == room}
         for link in sorted(sink.waiting - busy):
             sink.waiting.remove(link)
-            self.tell(link, Drained(room))
+            self.tell(link, m.Drained(room))
         if not busy and not sink.awaited:
-            self.report(Drained(room))
+            self.report(m.Drained(room))
             self._bury(room)
 
-    def _bury(self, room: Room) -> None:
+    def _bury(self, room: m.Room) -> None:
         del self._rooms[room]
         self.tombstones.add(room)
 
-    def _alive(self, room: Room, attempt: int | None = None) -> Sink | None:
+    def _alive(self, room: m.Room, attempt: int | None = None) -> Sink | None:
         sink = self._rooms.get(room)
         if sink is None or sink.phase is Phase.FAILED or (attempt is not None and attempt != sink.manifest.attempt):
             return None
@@ -467,20 +338,20 @@ class SinkSession(Session):
                 what = f"not every prefill stage accepted within {self.limits.bootstrap:g} s"
                 yield sink.accept_by, lambda room=room, what=what: self._late(room, "PD_TIMEOUT_BOOT", what)
         for incoming in self._frames.values():
-            if incoming.state is FrameState.RECEIVING and self._alive(incoming.room) is not None:
+            if incoming.state is IncomingState.RECEIVING and self._alive(incoming.room) is not None:
                 what = f"a granted frame of stage {incoming.stage} did not come in {self.limits.progress:g} s"
                 act = lambda room=incoming.room, what=what: self._late(room, "PD_TIMEOUT_WAIT", what)  # noqa: E731
                 yield incoming.since + self.limits.progress, act
 
-    def _late(self, room: Room, detail: str, what: str) -> None:
+    def _late(self, room: m.Room, detail: str, what: str) -> None:
         if self._alive(room) is not None:
-            self._fail(room, transfer_failed(detail, f"room {room:x} on {self.placement.name}: {what}"))
+            self._fail(room, m.transfer_failed(detail, f"room {room:x} on {self.placement.name}: {what}"))
 
     def _cut(self, sink: Sink) -> None:
         """It did not drain: the endpoints are the fence."""
         sink.drain_by = None
         if self._pairing is not None:
-            self.emit(CloseLink(self._pairing.links[0], "a stopped room did not drain in time"))
+            self.emit(m.CloseLink(self._pairing.links[0], "a stopped room did not drain in time"))
 
     def counters(self) -> dict[str, int]:
         return {

@@ -1,147 +1,61 @@
 """P's side of the handoff: barriers turn into frames, grants into sends, the last acknowledgement into release (pure)."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import ClassVar
 
 from k3mesh.errors import TransferFailed
 from services.contracts.geometry import PAGED, blocks_for
 from services.contracts.placement import Manifest, Placement, chunk_positions
+from services.kvtransfer import messages as m
 from services.kvtransfer.credits import FairQueue, FrameId, Ring
-from services.kvtransfer.messages import (
-    CancelRoom,
-    ChunkStarted,
-    CloseLink,
-    Drained,
-    Extent,
-    Failure,
-    FieldsReady,
-    ForgetLocal,
-    Frame,
-    FrameBatch,
-    FromPeer,
-    Gather,
-    Gathered,
-    Grant,
-    Handoff,
-    HandoffReady,
-    Link,
-    LinkLost,
-    LinkUp,
-    Offer,
-    OfferReply,
-    Room,
-    RoomFailed,
-    RoomReady,
-    Send,
-    Sent,
-    SourceReleased,
-    StageAck,
-    StageDone,
-    Units,
-    transfer_failed,
-)
+from services.kvtransfer.rooms import Outgoing, OutgoingState, Peer, Source
 from services.kvtransfer.session import Limits, Phase, Session
 
 SEQS = 1 << 32
-
-
-class FrameState(Enum):
-    GATHERING = auto()
-    OFFERED = auto()
-    SENDING = auto()
-
-
-@dataclass(slots=True)
-class Held:
-    """A staging frame in use."""
-
-    room: Room
-    link: Link
-    extents: tuple[Extent, ...]
-    length: int
-    state: FrameState = FrameState.GATHERING
-    seq: int = -1
-
-
-@dataclass(slots=True)
-class Peer:
-    placement: Placement
-    next_seq: int = 0
-    progress_at: float = 0.0
-
-
-@dataclass(slots=True)
-class Source:
-    """A room whose blocks and slot this rank holds."""
-
-    link: Link
-    manifest: Manifest
-    deadline: float
-    phase: Phase = Phase.BOOTSTRAPPED
-    table: list[int] = field(default_factory=list[int])  # this rank's block ids by logical block
-    slot: int = 0
-    written_bytes: int = 0  # of units behind a passed barrier
-    offered_bytes: int = 0
-    offered_frames: int = 0
-    complete: bool = False  # the last barrier of the last chunk has passed
-    handoff: Handoff | None = None
-    done: bool = False  # StageDone is out
-    progress_at: float = 0.0
-    held: set[FrameId] = field(default_factory=set[FrameId])
-    # of a failed room
-    grants_over: bool = False  # the peer will not grant any more
-    peer_waits: bool = False  # for our Drained
-    drain_by: float | None = None
-
-    def units(self, extent: Extent, paged: bool) -> Units:
-        first = self.manifest.first_block + extent.first
-        return Units(extent.field, tuple(self.table[first : first + extent.count]) if paged else (self.slot,))
 
 
 class SourceSession(Session):
     """All rooms of one prefill rank."""
 
     handlers: ClassVar[dict[type, str]] = {
-        FromPeer: "_from_peer",
-        LinkUp: "_link_up",
-        LinkLost: "_link_lost",
-        CancelRoom: "_cancel",
-        ChunkStarted: "_chunk",
-        FieldsReady: "_ready",
-        HandoffReady: "_handoff",
-        ForgetLocal: "_forget",
-        Gathered: "_gathered",
-        Sent: "_sent",
+        m.FromPeer: "_from_peer",
+        m.LinkUp: "_link_up",
+        m.LinkLost: "_link_lost",
+        m.CancelRoom: "_cancel",
+        m.ChunkStarted: "_chunk",
+        m.FieldsReady: "_ready",
+        m.HandoffReady: "_handoff",
+        m.ForgetLocal: "_forget",
+        m.Gathered: "_gathered",
+        m.Sent: "_sent",
     }
     from_peer: ClassVar[dict[type, str]] = {
-        Offer: "_offer",
-        Grant: "_grant",
-        StageAck: "_acked",
-        CancelRoom: "_peer_cancel",
-        Drained: "_peer_drained",
+        m.Offer: "_offer",
+        m.Grant: "_grant",
+        m.StageAck: "_acked",
+        m.CancelRoom: "_peer_cancel",
+        m.Drained: "_peer_drained",
     }
 
     def __init__(self, placement: Placement, limits: Limits):
         super().__init__(placement, limits)
-        self._peers: dict[Link, Peer] = {}
-        self._rooms: dict[Room, Source] = {}
-        self._steps: dict[int, list[tuple[Room, range, bool]]] = {}  # rows of running engine steps: room, positions, last
-        self._ring: Ring[Link] = Ring(limits.frames, limits.window)
-        self._frames: dict[FrameId, Held] = {}
-        self._offered: dict[tuple[Link, int], FrameId] = {}
-        self._pending: FairQueue[Link, tuple[Room, Extent]] = FairQueue()
+        self._peers: dict[m.Link, Peer] = {}
+        self._rooms: dict[m.Room, Source] = {}
+        self._steps: dict[int, list[tuple[m.Room, range, bool]]] = {}  # rows of running engine steps: room, positions, last
+        self._ring: Ring[m.Link] = Ring(limits.frames, limits.window)
+        self._frames: dict[FrameId, Outgoing] = {}
+        self._offered: dict[tuple[m.Link, int], FrameId] = {}
+        self._pending: FairQueue[m.Link, tuple[m.Room, m.Extent]] = FairQueue()
 
     # ---- links
-    def _link_up(self, event: LinkUp) -> None:
+    def _link_up(self, event: m.LinkUp) -> None:
         self._peers[event.link] = Peer(event.peer, progress_at=self._now)
 
-    def _link_lost(self, event: LinkLost) -> None:
+    def _link_lost(self, event: m.LinkLost) -> None:
         peer = self._peers.pop(event.link, None)
         if peer is None:
             return
-        failure = transfer_failed("PD_PEER_DEAD", f"the link to {peer.placement.name} is lost: {event.reason}")
+        failure = m.transfer_failed("PD_PEER_DEAD", f"the link to {peer.placement.name} is lost: {event.reason}")
         for room, source in list(self._rooms.items()):
             if source.link != event.link:
                 continue
@@ -150,7 +64,7 @@ class SourceSession(Session):
             source.grants_over, source.peer_waits = True, False
             self._settle(room)
 
-    def _from_peer(self, event: FromPeer) -> None:
+    def _from_peer(self, event: m.FromPeer) -> None:
         handler = self.from_peer.get(type(event.message))
         if handler is None or event.link not in self._peers:
             self.stale()
@@ -158,27 +72,27 @@ class SourceSession(Session):
         getattr(self, handler)(event.link, event.message)
 
     # ---- bootstrap
-    def _offer(self, link: Link, offer: Offer) -> None:
+    def _offer(self, link: m.Link, offer: m.Offer) -> None:
         manifest = offer.manifest
         failure = self._refusal(link, manifest)
-        self.tell(link, OfferReply(manifest.room, manifest.attempt, failure))
+        self.tell(link, m.OfferReply(manifest.room, manifest.attempt, failure))
         if failure is None:
             deadline = self._now + manifest.timeout + self.limits.grace
             self._rooms[manifest.room] = Source(link, manifest, deadline, progress_at=self._now)
-            self.report(RoomReady(manifest.room, manifest.attempt, manifest.prompt_tokens))
+            self.report(m.RoomReady(manifest.room, manifest.attempt, manifest.prompt_tokens))
 
-    def _refusal(self, link: Link, manifest: Manifest) -> Failure | None:
+    def _refusal(self, link: m.Link, manifest: Manifest) -> m.Failure | None:
         if manifest.room in self._rooms:
-            return transfer_failed("PD_MANIFEST", f"room {manifest.room:x} is offered twice to {self.placement.name}")
+            return m.transfer_failed("PD_MANIFEST", f"room {manifest.room:x} is offered twice to {self.placement.name}")
         if manifest.room in self.tombstones:
-            return Failure("cancelled", f"room {manifest.room:x} has ended on {self.placement.name}", "PD_STALE")
+            return m.Failure("cancelled", f"room {manifest.room:x} has ended on {self.placement.name}", "PD_STALE")
         try:
             manifest.check(self._peers[link].placement)
         except TransferFailed as error:
-            return Failure.of(error)
+            return m.Failure.of(error)
         needed = blocks_for(manifest.prompt_tokens)
         if needed >= self.placement.num_blocks:
-            return transfer_failed(
+            return m.transfer_failed(
                 "PD_MANIFEST",
                 f"room {manifest.room:x}: {manifest.prompt_tokens} prompt tokens take {needed} blocks, "
                 f"{self.placement.name} has {self.placement.num_blocks - 1}",
@@ -186,8 +100,8 @@ class SourceSession(Session):
         return None
 
     # ---- the worker's barriers
-    def _chunk(self, event: ChunkStarted) -> None:
-        rows: list[tuple[Room, range, bool]] = []
+    def _chunk(self, event: m.ChunkStarted) -> None:
+        rows: list[tuple[m.Room, range, bool]] = []
         for row in event.rows:
             source = self._rooms.get(row.room)
             if source is None or source.phase is Phase.FAILED:
@@ -200,7 +114,7 @@ class SourceSession(Session):
             rows.append((row.room, chunk_positions(source.manifest, row.start, row.end, first, row.last), row.last))
         self._steps[event.step_id] = rows
 
-    def _ready(self, event: FieldsReady) -> None:
+    def _ready(self, event: m.FieldsReady) -> None:
         steps = self.placement.producer_steps
         over = event.hi >= len(steps)
         rows = self._steps.pop(event.step_id, []) if over else self._steps.get(event.step_id, [])
@@ -211,33 +125,33 @@ class SourceSession(Session):
             for index in (index for step in steps[event.lo : event.hi] for index in step):
                 paged = self.placement.fields[index].kind == PAGED
                 if paged and len(positions):
-                    self._write(room, source, Extent(index, positions.start, len(positions)))
+                    self._write(room, source, m.Extent(index, positions.start, len(positions)))
                 elif not paged and last:
-                    self._write(room, source, Extent(index, 0, 1))
+                    self._write(room, source, m.Extent(index, 0, 1))
             if last and over:
                 self._complete(room, source)
 
-    def _write(self, room: Room, source: Source, extent: Extent) -> None:
+    def _write(self, room: m.Room, source: Source, extent: m.Extent) -> None:
         source.written_bytes += self.placement.fields[extent.field].payload * extent.count
         self._pending.push(source.link, (room, extent))
 
-    def _complete(self, room: Room, source: Source) -> None:
+    def _complete(self, room: m.Room, source: Source) -> None:
         expected = self.placement.expected_bytes(len(source.manifest.blocks))
         if source.written_bytes != expected:
             message = f"room {room:x}: the barriers of {self.placement.name} cover {source.written_bytes} bytes of {expected}"
-            self._fail(room, transfer_failed("PD_BYTES", message))
+            self._fail(room, m.transfer_failed("PD_BYTES", message))
             return
         source.complete = True
         self._finish(room, source)
 
-    def _handoff(self, event: HandoffReady) -> None:
+    def _handoff(self, event: m.HandoffReady) -> None:
         source = self._rooms.get(event.room)
         if source is None or source.phase is Phase.FAILED:
             return
         source.handoff = event.handoff
         self._finish(event.room, source)
 
-    def _forget(self, event: ForgetLocal) -> None:
+    def _forget(self, event: m.ForgetLocal) -> None:
         """Nothing to do: a room's table goes with the room."""
 
     # ---- frames
@@ -250,22 +164,22 @@ class SourceSession(Session):
             source = self._rooms[room]
             source.held.add(frame)
             source.phase = Phase.TRANSFERRING
-            self._frames[frame] = Held(room, link, extents, length)
+            self._frames[frame] = Outgoing(room, link, extents, length)
             units = tuple(source.units(it, self.placement.fields[it.field].kind == PAGED) for it in extents)
-            self.emit(Gather(frame, units, length))
+            self.emit(m.Gather(frame, units, length))
 
-    def _fill(self, link: Link, room: Room, extent: Extent) -> tuple[tuple[Extent, ...], int]:
+    def _fill(self, link: m.Link, room: m.Room, extent: m.Extent) -> tuple[tuple[m.Extent, ...], int]:
         """The extents of one frame: this one and those of the room that follow it, as many units as fit."""
-        extents: list[Extent] = []
+        extents: list[m.Extent] = []
         length = 0
         while True:
             payload = self.placement.fields[extent.field].payload
             fits = min(extent.count, (self.limits.frame_bytes - length) // payload)
             if fits:
-                extents.append(Extent(extent.field, extent.first, fits))
+                extents.append(m.Extent(extent.field, extent.first, fits))
                 length += fits * payload
             if fits < extent.count:
-                self._pending.put_back(link, (room, Extent(extent.field, extent.first + fits, extent.count - fits)))
+                self._pending.put_back(link, (room, m.Extent(extent.field, extent.first + fits, extent.count - fits)))
                 break
             following = self._pending.head(link)
             if following is None or following[0] != room:
@@ -273,24 +187,24 @@ class SourceSession(Session):
             _, extent = self._pending.pop(link)
         return tuple(extents), length
 
-    def _gathered(self, event: Gathered) -> None:
+    def _gathered(self, event: m.Gathered) -> None:
         held = self._frames[event.frame]
         source = self._rooms.get(held.room)
         if source is None or source.phase is Phase.FAILED:
             self._free(event.frame)
             return
         peer = self._peers[held.link]
-        held.state, held.seq = FrameState.OFFERED, peer.next_seq
+        held.state, held.seq = OutgoingState.OFFERED, peer.next_seq
         peer.next_seq = (peer.next_seq + 1) % SEQS
         self._offered[held.link, held.seq] = event.frame
         source.offered_bytes += held.length
         source.offered_frames += 1
         source.progress_at = self._now
-        frame = Frame(held.seq, held.length, event.checksum, held.extents)
-        self.tell(held.link, FrameBatch(held.room, source.manifest.attempt, (frame,)))
+        frame = m.Frame(held.seq, held.length, event.checksum, held.extents)
+        self.tell(held.link, m.FrameBatch(held.room, source.manifest.attempt, (frame,)))
         self._finish(held.room, source)
 
-    def _grant(self, link: Link, grant: Grant) -> None:
+    def _grant(self, link: m.Link, grant: m.Grant) -> None:
         """D has posted receives for these frames: they are sent, even if the room has failed here meanwhile."""
         self._peers[link].progress_at = self._now
         for seq in grant.seqs:
@@ -299,10 +213,10 @@ class SourceSession(Session):
                 self.stale()
                 continue
             held = self._frames[frame]
-            held.state = FrameState.SENDING
-            self.emit(Send(frame, link, seq, held.length))
+            held.state = OutgoingState.SENDING
+            self.emit(m.Send(frame, link, seq, held.length))
 
-    def _sent(self, event: Sent) -> None:
+    def _sent(self, event: m.Sent) -> None:
         held = self._frames[event.frame]
         source = self._rooms.get(held.room)
         if event.error is None:
@@ -311,9 +225,11 @@ class SourceSession(Session):
             if source is not None:
                 source.progress_at = self._now
         elif event.peer_gone and held.link in self._peers:
-            self.emit(CloseLink(held.link, event.error))
+            self.emit(m.CloseLink(held.link, event.error))
         elif source is not None and source.phase is not Phase.FAILED:
-            self._fail(held.room, transfer_failed("PD_TRANSFER", f"room {held.room:x}: sending a frame failed: {event.error}"))
+            self._fail(
+                held.room, m.transfer_failed("PD_TRANSFER", f"room {held.room:x}: sending a frame failed: {event.error}")
+            )
         self._free(event.frame)
 
     def _free(self, frame: FrameId) -> None:
@@ -326,7 +242,7 @@ class SourceSession(Session):
                 self._settle(held.room)
 
     # ---- the end
-    def _finish(self, room: Room, source: Source) -> None:
+    def _finish(self, room: m.Room, source: Source) -> None:
         """Say StageDone once everything is offered and, on the last stage, the first token is known."""
         last_stage = self.placement.stage == self.placement.num_stages - 1
         if source.done or not source.complete or source.offered_bytes != source.written_bytes:
@@ -338,7 +254,7 @@ class SourceSession(Session):
         manifest = source.manifest
         self.tell(
             source.link,
-            StageDone(
+            m.StageDone(
                 room,
                 manifest.attempt,
                 self.placement.stage,
@@ -349,7 +265,7 @@ class SourceSession(Session):
             ),
         )
 
-    def _acked(self, link: Link, ack: StageAck) -> None:
+    def _acked(self, link: m.Link, ack: m.StageAck) -> None:
         source = self._rooms.get(ack.room)
         if source is None or not self._is_of(source, link, ack.attempt) or source.phase is Phase.FAILED or not source.done:
             self.stale()
@@ -357,57 +273,57 @@ class SourceSession(Session):
         self._peers[link].progress_at = self._now
         source.phase = Phase.SUCCESS
         self.totals["rooms_ok"] += 1
-        self.report(SourceReleased(ack.room, source.offered_bytes))
+        self.report(m.SourceReleased(ack.room, source.offered_bytes))
         self._bury(ack.room)  # sends that have not been told complete finish by themselves
 
-    def _cancel(self, event: CancelRoom) -> None:
+    def _cancel(self, event: m.CancelRoom) -> None:
         """From the scheduler. A room that is not known may be offered yet: its tombstone refuses it then."""
         source = self._rooms.get(event.room)
         if source is None:
             self.tombstones.add(event.room)
-            self.report(Drained(event.room))
+            self.report(m.Drained(event.room))
         elif source.phase is not Phase.FAILED:
-            failure = event.failure or Failure("cancelled", f"room {event.room:x} was cancelled: {event.reason}")
+            failure = event.failure or m.Failure("cancelled", f"room {event.room:x} was cancelled: {event.reason}")
             self._fail(event.room, failure, tell_scheduler=False)
 
-    def _peer_cancel(self, link: Link, cancel: CancelRoom) -> None:
+    def _peer_cancel(self, link: m.Link, cancel: m.CancelRoom) -> None:
         source = self._rooms.get(cancel.room)
         if source is None or source.link != link:
-            self.tell(link, Drained(cancel.room))
+            self.tell(link, m.Drained(cancel.room))
             return
         source.grants_over = source.peer_waits = True
         if source.phase is Phase.FAILED:
             self._settle(cancel.room)
         else:
-            failure = cancel.failure or Failure("cancelled", f"room {cancel.room:x} was cancelled on D: {cancel.reason}")
+            failure = cancel.failure or m.Failure("cancelled", f"room {cancel.room:x} was cancelled on D: {cancel.reason}")
             self._fail(cancel.room, failure, tell_peer=False)
 
-    def _peer_drained(self, link: Link, drained: Drained) -> None:
+    def _peer_drained(self, link: m.Link, drained: m.Drained) -> None:
         source = self._rooms.get(drained.room)
         if source is not None and source.link == link and source.phase is Phase.FAILED:
             source.grants_over = True
             self._settle(drained.room)
 
-    def _fail(self, room: Room, failure: Failure, tell_scheduler: bool = True, tell_peer: bool = True) -> None:
+    def _fail(self, room: m.Room, failure: m.Failure, tell_scheduler: bool = True, tell_peer: bool = True) -> None:
         source = self._rooms[room]
         source.phase = Phase.FAILED
         source.drain_by = self._now + self.limits.drain
         self.totals["rooms_failed"] += 1
         self._pending.drop(lambda item: item[0] == room)
         if tell_scheduler:
-            self.report(RoomFailed(room, source.manifest.attempt, failure))
+            self.report(m.RoomFailed(room, source.manifest.attempt, failure))
         if tell_peer:
-            self.tell(source.link, CancelRoom(room, failure.message, failure))
+            self.tell(source.link, m.CancelRoom(room, failure.message, failure))
         else:
             source.grants_over = True
         self._settle(room)
 
-    def _settle(self, room: Room) -> None:
+    def _settle(self, room: m.Room) -> None:
         """A failed room ends when no grant can come for it and none of its frames is in use."""
         source = self._rooms.get(room)
         if source is None or not source.grants_over:
             return
-        for frame in [frame for frame in source.held if self._frames[frame].state is FrameState.OFFERED]:
+        for frame in [frame for frame in source.held if self._frames[frame].state is OutgoingState.OFFERED]:
             held = self._frames.pop(frame)
             del self._offered[held.link, held.seq]
             self._ring.give_back(frame)
@@ -415,15 +331,15 @@ class SourceSession(Session):
         if source.held:
             return
         if source.peer_waits:
-            self.tell(source.link, Drained(room))
-        self.report(Drained(room))
+            self.tell(source.link, m.Drained(room))
+        self.report(m.Drained(room))
         self._bury(room)
 
-    def _bury(self, room: Room) -> None:
+    def _bury(self, room: m.Room) -> None:
         del self._rooms[room]
         self.tombstones.add(room)
 
-    def _is_of(self, source: Source, link: Link, attempt: int) -> bool:
+    def _is_of(self, source: Source, link: m.Link, attempt: int) -> bool:
         return source.link == link and source.manifest.attempt == attempt
 
     # ---- time, counts, invariants
@@ -434,19 +350,19 @@ class SourceSession(Session):
                     yield source.drain_by, lambda source=source: self._cut(source)
                 continue
             yield source.deadline, lambda room=room: self._late(room, "the request's time is up")
-            if source.done or any(self._frames[frame].state is FrameState.OFFERED for frame in source.held):
+            if source.done or any(self._frames[frame].state is OutgoingState.OFFERED for frame in source.held):
                 stalled = max(source.progress_at, self._peers[source.link].progress_at) + self.limits.progress
                 what = f"no answer from D in {self.limits.progress:g} s"
                 yield stalled, lambda room=room, what=what: self._late(room, what)
 
-    def _late(self, room: Room, what: str) -> None:
+    def _late(self, room: m.Room, what: str) -> None:
         if (source := self._rooms.get(room)) is not None and source.phase is not Phase.FAILED:
-            self._fail(room, transfer_failed("PD_TIMEOUT_WAIT", f"room {room:x} on {self.placement.name}: {what}"))
+            self._fail(room, m.transfer_failed("PD_TIMEOUT_WAIT", f"room {room:x} on {self.placement.name}: {what}"))
 
     def _cut(self, source: Source) -> None:
         source.drain_by = None
         if source.link in self._peers:
-            self.emit(CloseLink(source.link, "a stopped room did not drain in time"))
+            self.emit(m.CloseLink(source.link, "a stopped room did not drain in time"))
 
     def counters(self) -> dict[str, int]:
         dead = sum(
@@ -464,11 +380,11 @@ class SourceSession(Session):
     def check(self) -> None:
         self._ring.check()
         assert len(self._frames) == self._ring.used
-        offered = {frame for frame, held in self._frames.items() if held.state is FrameState.OFFERED}
+        offered = {frame for frame, held in self._frames.items() if held.state is OutgoingState.OFFERED}
         assert set(self._offered.values()) == offered, "an offered frame cannot be granted"
         for room, source in self._rooms.items():
             assert source.held == {frame for frame, held in self._frames.items() if held.room == room}
             assert source.phase is Phase.FAILED or source.link in self._peers, f"room {room:x} lives without its link"
             assert source.phase is not Phase.FAILED or source.held or not source.grants_over, f"room {room:x} should have ended"
-        assert all(held.room in self._rooms or held.state is FrameState.SENDING or held.state is FrameState.GATHERING
+        assert all(held.room in self._rooms or held.state is OutgoingState.SENDING or held.state is OutgoingState.GATHERING
                    for held in self._frames.values()), "a frame waits for the grant of a room that is gone"  # fmt: skip

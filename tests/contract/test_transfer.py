@@ -1,6 +1,7 @@
 """Transfer agents as processes: real UCX, real shared pools, the worker's own socket end, schedulers played by the test."""
 
 import asyncio
+import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -16,7 +17,8 @@ from k3mesh.v1 import transfer_pb2
 from services.contracts.geometry import blocks_for
 from services.contracts.ids import SlotId
 from services.runtime import channels
-from tests.lib.transfer import EPOCHS, SMALL, AgentProcess, Handoff, Mesh, agent, handoff, mesh, record
+from tests.lib.ranks import free_address
+from tests.lib.transfer import EPOCHS, ROOT, SMALL, AgentProcess, Handoff, Mesh, agent, handoff, mesh, record
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -259,3 +261,26 @@ async def test_an_older_fence_ends_the_agent(tmp_path: Path):
     async with agent(record("decode"), tmp_path) as d:
         await d.drive.write(transfer_pb2.AgentCommand(fence=0))
         assert "another scheduler holds the lease" in (await d.until("fatal")).message
+
+
+async def test_an_agent_that_is_told_to_stop_ends_its_links_and_exits_cleanly(tmp_path: Path):
+    async with mesh(tmp_path, stages=1) as made:
+        made.stages[0].process.terminate()
+        async with asyncio.timeout(10):
+            assert await made.stages[0].process.wait() == 0
+        await made.replicas[0].until_counters(lambda counters: counters["links"] == 0)
+        made.replicas[0].process.terminate()
+        async with asyncio.timeout(10):
+            assert await made.replicas[0].process.wait() == 0
+
+
+async def test_the_service_itself_waits_for_its_worker_and_says_when_none_comes(tmp_path: Path):
+    flags = ["--model", str(tmp_path), "--disaggregation-mode", "decode", "--max-num-seqs", "4", "--rank", "0"]
+    flags += ["--listen", free_address(), "--agent-socket", str(tmp_path / "a.sock"), "--startup-timeout", "0.2"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.kvtransfer.main", *flags, cwd=ROOT, stderr=asyncio.subprocess.PIPE
+    )
+    _, errors = await process.communicate()
+    assert process.returncode == 3
+    assert errors.decode().splitlines()[-1].startswith(f"error: no worker exported its pools at {tmp_path}/a.sock within 0.2 s")
+    assert not (tmp_path / "a.sock").exists()

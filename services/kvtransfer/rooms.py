@@ -1,0 +1,174 @@
+"""What each side knows of a room and of a staging frame in use, and what makes a frame or a stage's end wrong (pure)."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from services.contracts.geometry import PAGED
+from services.contracts.placement import Manifest, Placement
+from services.kvtransfer import messages as m
+from services.kvtransfer.credits import FrameId
+from services.kvtransfer.session import Phase
+
+
+# ---- P
+class OutgoingState(Enum):
+    GATHERING = auto()
+    OFFERED = auto()
+    SENDING = auto()
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A staging frame in use on P."""
+
+    room: m.Room
+    link: m.Link
+    extents: tuple[m.Extent, ...]
+    length: int
+    state: OutgoingState = OutgoingState.GATHERING
+    seq: int = -1
+
+
+@dataclass(slots=True)
+class Peer:
+    placement: Placement
+    next_seq: int = 0
+    progress_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Source:
+    """A room whose blocks and slot this rank holds."""
+
+    link: m.Link
+    manifest: Manifest
+    deadline: float
+    phase: Phase = Phase.BOOTSTRAPPED
+    table: list[int] = field(default_factory=list[int])  # this rank's block ids by logical block
+    slot: int = 0
+    written_bytes: int = 0  # of units behind a passed barrier
+    offered_bytes: int = 0
+    offered_frames: int = 0
+    complete: bool = False  # the last barrier of the last chunk has passed
+    handoff: m.Handoff | None = None
+    done: bool = False  # StageDone is out
+    progress_at: float = 0.0
+    held: set[FrameId] = field(default_factory=set[FrameId])
+    # of a failed room
+    grants_over: bool = False  # the peer will not grant any more
+    peer_waits: bool = False  # for our Drained
+    drain_by: float | None = None
+
+    def units(self, extent: m.Extent, paged: bool) -> m.Units:
+        first = self.manifest.first_block + extent.first
+        return m.Units(extent.field, tuple(self.table[first : first + extent.count]) if paged else (self.slot,))
+
+
+# ---- D
+class IncomingState(Enum):
+    RECEIVING = auto()
+    VERIFYING = auto()
+    SCATTERING = auto()
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A staging frame in use on D. Once its room has failed it is quarantined: received, and thrown away."""
+
+    room: m.Room
+    link: m.Link
+    stage: int
+    frame: m.Frame
+    since: float  # of its grant
+    state: IncomingState = IncomingState.RECEIVING
+
+
+@dataclass(slots=True)
+class Share:
+    """What one stage contributes to a room."""
+
+    expected_bytes: int
+    accepted: bool = False
+    announced: dict[int, int] = field(default_factory=dict[int, int])  # field of the stage -> bit set of positions
+    frames_announced: int = 0
+    frames: int = 0  # installed
+    bytes: int = 0
+    done: m.StageDone | None = None
+    acked: bool = False
+
+    def announce(self, frame: m.Frame, record: Placement, positions: int) -> str | None:
+        """Count a frame's units. Why it cannot be right, or None: every unit lies in the manifest and comes once."""
+        if self.done is not None:
+            return "it comes after the stage's end"
+        length = 0
+        for extent in frame.extents:
+            if extent.field >= len(record.fields):
+                return f"field {extent.field} is not in the stage's record"
+            it = record.fields[extent.field]
+            if not (extent.count >= 1 and extent.first + extent.count <= (positions if it.kind == PAGED else 1)):
+                return f"positions {extent.first}+{extent.count} of {it.field_id} are not all in the manifest"
+            bits = (1 << extent.count) - 1 << extent.first
+            before = self.announced.get(extent.field, 0)
+            if before & bits:
+                return f"a unit of {it.field_id} comes twice"
+            self.announced[extent.field] = before | bits
+            length += extent.count * it.payload
+        if not 0 < length == frame.length:
+            return f"{frame.length} bytes are announced for units of {length}"
+        self.frames_announced += 1
+        return None
+
+
+@dataclass(slots=True)
+class Sink:
+    """A room that this rank is to receive."""
+
+    manifest: Manifest
+    deadline: float
+    accept_by: float
+    shares: list[Share]
+    phase: Phase = Phase.BOOTSTRAPPING
+    first_byte: float = 0.0
+    last_byte: float = 0.0
+    handoff: m.Handoff | None = None
+    # of a failed room
+    awaited: set[m.Link] = field(default_factory=set[m.Link])  # their Drained is outstanding
+    waiting: set[m.Link] = field(default_factory=set[m.Link])  # for our Drained
+    drain_by: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """The links to one life of a prefill engine, by stage, and which of our fields each of their fields is."""
+
+    links: tuple[m.Link, ...]
+    stages: tuple[Placement, ...]
+    fields: tuple[tuple[int, ...], ...]
+
+
+def end_fault(
+    done: m.StageDone, share: Share, stage: int, stages: int, manifest: Manifest, verify_width: int
+) -> m.Failure | None:
+    """Why this cannot be the end of the stage's share, or None."""
+    room = f"room {done.room:x}, stage {stage}"
+    if done.stage != stage or (share.done is not None and share.done != done):
+        return m.transfer_failed("PD_ROUTE", f"{room}: an end that does not belong here: {done}")
+    if done.slot_gen != manifest.slot_gen:
+        return m.transfer_failed(
+            "PD_STALE", f"{room}: the slot is in generation {manifest.slot_gen}, the stage says {done.slot_gen}"
+        )
+    if (done.bytes, done.frames) != (share.expected_bytes, share.frames_announced):
+        return m.transfer_failed(
+            "PD_BYTES",
+            f"{room}: {done.bytes} bytes in {done.frames} frames at its end; {share.expected_bytes} bytes are due and "
+            f"{share.frames_announced} frames were announced",
+        )
+    if (done.handoff is not None) != (stage == stages - 1):
+        return m.transfer_failed("PD_CAND", f"{room}: the first token comes with the last stage and only with it")
+    if done.handoff is not None:
+        window = done.handoff.window
+        if len(window) != verify_width or window[0] != done.handoff.token:
+            return m.transfer_failed(
+                "PD_CAND", f"{room}: window {list(window)} must hold {verify_width} tokens and begin with {done.handoff.token}"
+            )
+    return None
