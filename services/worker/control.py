@@ -14,6 +14,8 @@ from services.worker import wire
 from services.worker.engine import Engine, epoch_over
 from services.worker.fanout import Leader
 
+HELLO_S = 10.0  # from the opening of a stream to its first command
+
 
 class Control(worker_pb2_grpc.WorkerControlServicer):
     """`leader` is None on a tensor-parallel peer, which takes its commands from its leader and only answers Inspect here."""
@@ -78,9 +80,13 @@ class Control(worker_pb2_grpc.WorkerControlServicer):
         """Introduce, then hello once the peers are ready."""
         if self._leader is None:
             raise BadRequest(f"rank {self._hello.rank} is a tensor-parallel peer; drive its leader")
-        first = await anext(aiter(requests), None)
+        try:
+            async with asyncio.timeout(HELLO_S):
+                first = await anext(aiter(requests), None)
+        except TimeoutError:
+            first = None
         if first is None or first.WhichOneof("command") != "introduce":
-            raise BadRequest("the first command on a stream is Introduce")
+            raise BadRequest(f"the first command on a stream is Introduce, within {HELLO_S:g} s")
         self._check_fence(first.fence)
         if self._driver is not None:
             raise BadRequest(f"scheduler {self._driver} drives this worker for its whole epoch; restart the engine")

@@ -7,13 +7,17 @@ The end of a socket is the end of the epoch, on both sides.
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
+
+from google.protobuf.message import DecodeError
 
 from k3mesh.errors import ConfigError, EngineLost
 from k3mesh.v1 import worker_pb2
+from services.runtime.telemetry import log
 
 SEND_DEADLINE_S = 60.0  # a peer's loop that does not read for so long hangs
+HELLO_DEADLINE_S, HELLO_LIMIT = 10.0, 64 << 10  # from the connection on; bytes
 LENGTH = struct.Struct("<I")
 
 
@@ -23,10 +27,11 @@ def socket_path(run_dir: str, leader: int) -> Path:
 
 
 class Leader:
-    """The leader's end: `peers` connections. With none it opens no socket and everything is immediate."""
+    """The leader's end: a connection to each of `peers`, by global rank. With none it opens no socket and everything is
+    immediate."""
 
-    def __init__(self, path: Path, peers: int):
-        self._path, self._peers = path, peers
+    def __init__(self, path: Path, peers: Collection[int]):
+        self._path, self._missing = path, set(peers)
         self._server: asyncio.Server | None = None
         self._writers: list[asyncio.StreamWriter] = []
         self._hellos: list[worker_pb2.WorkerHello] = []
@@ -35,7 +40,7 @@ class Leader:
 
     async def listen(self) -> None:
         """Before any peer may connect; peers connect once the rank group has met."""
-        if self._peers == 0:
+        if not self._missing:
             self._complete.set()
             return
         try:
@@ -55,8 +60,7 @@ class Leader:
                 await self._complete.wait()
         except TimeoutError as error:
             raise EngineLost(
-                f"{self._peers - len(self._hellos)} of {self._peers} tensor-parallel peers are not ready after {deadline:g} s; "
-                "their logs say why"
+                f"tensor-parallel peers {sorted(self._missing)} are not ready after {deadline:g} s; their logs say why"
             ) from error
         return self._hellos
 
@@ -85,18 +89,21 @@ class Leader:
         self._path.unlink(missing_ok=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = await _receive(reader)
-        if hello is None:
+        hello = await _hello(reader)
+        if hello is None or hello.rank not in self._missing:
+            log.warning("turned away: no peer of this group, or one that is here already", rank=hello and hello.rank)
             writer.close()
             return
-        self._hellos.append(worker_pb2.WorkerHello.FromString(hello))
+        self._missing.remove(hello.rank)
+        self._hellos.append(hello)
         self._writers.append(writer)
-        if len(self._hellos) == self._peers:
+        if not self._missing:
+            assert self._server is not None
+            self._server.close()  # nobody else has business here
             self._complete.set()
         await reader.read()  # a peer says no more: this ends when it does
         if not self._lost.done():
-            rank = self._hellos[self._writers.index(writer)].rank
-            self._lost.set_exception(EngineLost(f"rank {rank}, a tensor-parallel peer, is gone; the engine must restart"))
+            self._lost.set_exception(EngineLost(f"rank {hello.rank}, a tensor-parallel peer, is gone; the engine must restart"))
 
 
 class Peer:
@@ -126,10 +133,20 @@ class Peer:
         self._writer.close()
 
 
-async def _receive(reader: asyncio.StreamReader) -> bytes | None:
-    """The next frame; None at the end of the stream, also inside a frame."""
+async def _hello(reader: asyncio.StreamReader) -> worker_pb2.WorkerHello | None:
+    """What a new connection says first; None if that is no hello, or does not come in time."""
+    try:
+        async with asyncio.timeout(HELLO_DEADLINE_S):
+            data = await _receive(reader, HELLO_LIMIT)
+        return None if data is None else worker_pb2.WorkerHello.FromString(data)
+    except (TimeoutError, DecodeError):
+        return None
+
+
+async def _receive(reader: asyncio.StreamReader, limit: int = 1 << 32) -> bytes | None:
+    """The next frame; None at the end of the stream, also inside a frame, and for one longer than `limit`."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        return await reader.readexactly(length)
+        return await reader.readexactly(length) if length <= limit else None
     except (asyncio.IncompleteReadError, OSError):
         return None

@@ -94,7 +94,7 @@ async def _serve(process: Process, plan: Plan) -> None:
     async with AsyncExitStack() as stack:
         leader = None
         if place.rank == plan.leader:
-            leader = Leader(socket_path(a.run_dir, place.rank), plan.topology.tp_size - 1)
+            leader = Leader(socket_path(a.run_dir, place.rank), plan.topology.tp_group(place.rank)[1:])
             stack.push_async_callback(leader.close)
             await leader.listen()  # before the groups meet, after which peers connect
         engine = Engine(a.cpu_threads)

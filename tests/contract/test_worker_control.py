@@ -66,7 +66,7 @@ class Worker:
 
 @pytest.fixture
 async def worker() -> AsyncIterator[Worker]:
-    leader = Leader(Path("no-socket"), peers=0)
+    leader = Leader(Path("no-socket"), peers=())
     await leader.listen()
     worker = Worker(leader)
     await worker.server.start()

@@ -16,7 +16,7 @@ DEADLINE_S = 10
 @pytest.fixture
 async def leader(tmp_path: Path) -> AsyncIterator[Leader]:
     """A leader of two peers."""
-    leader = Leader(socket_path(str(tmp_path), 4), peers=2)
+    leader = Leader(socket_path(str(tmp_path), 4), peers=(5, 6))
     await leader.listen()
     yield leader
     await leader.close()
@@ -55,9 +55,27 @@ async def test_peers_get_every_command_in_order_and_nothing_is_cut(leader: Leade
 
 async def test_the_leader_does_not_start_before_all_peers_are_ready(leader: Leader, tmp_path: Path):
     peer = await connect(tmp_path, 5)
-    with pytest.raises(EngineLost, match="of 2 tensor-parallel peers are not ready"):
+    with pytest.raises(EngineLost, match=r"tensor-parallel peers \[6\] are not ready"):
         await leader.hellos(0.05)
     peer.close()
+
+
+async def test_strangers_on_the_socket_are_turned_away_and_nobody_comes_in_after_the_peers(leader: Leader, tmp_path: Path):
+    path = socket_path(str(tmp_path), 4)
+    first = await connect(tmp_path, 5)
+    for data in (b"\xff\xff\xff\xff too long", b"\4\0\0\0\xff\xff\xff\xff", b"\0\0\0\0", b"\2\0\0\0\x18\5", b"\2\0"):
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(data)  # no frame, no hello, a hello without a rank, a second rank 5, half a length
+        writer.write_eof()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await reader.read() == b""
+        writer.close()
+    last = await connect(tmp_path, 6)
+    assert sorted(hello.rank for hello in await leader.hellos(DEADLINE_S)) == [5, 6]
+    with pytest.raises(OSError):
+        await asyncio.open_unix_connection(path)
+    first.close()
+    last.close()
 
 
 async def test_the_end_of_a_peer_is_the_end_of_the_leader(leader: Leader, tmp_path: Path):
@@ -71,7 +89,7 @@ async def test_the_end_of_a_peer_is_the_end_of_the_leader(leader: Leader, tmp_pa
 
 
 async def test_the_end_of_the_leader_is_the_end_of_its_peers(tmp_path: Path):
-    leader = Leader(socket_path(str(tmp_path), 4), peers=1)
+    leader = Leader(socket_path(str(tmp_path), 4), peers=(5,))
     await leader.listen()
     peer = await connect(tmp_path, 5)
     await leader.hellos(DEADLINE_S)
@@ -84,7 +102,7 @@ async def test_the_end_of_the_leader_is_the_end_of_its_peers(tmp_path: Path):
 
 
 async def test_a_leader_without_peers_opens_no_socket(tmp_path: Path):
-    leader = Leader(socket_path(str(tmp_path), 0), peers=0)
+    leader = Leader(socket_path(str(tmp_path), 0), peers=())
     await leader.listen()
     assert await leader.hellos(DEADLINE_S) == []
     await leader.send(b"nobody")
@@ -93,7 +111,7 @@ async def test_a_leader_without_peers_opens_no_socket(tmp_path: Path):
 
 
 async def test_a_run_directory_that_cannot_hold_a_socket_is_named(tmp_path: Path):
-    leader = Leader(socket_path(str(tmp_path / ("x" * 120)), 0), peers=1)
+    leader = Leader(socket_path(str(tmp_path / ("x" * 120)), 0), peers=(1,))
     with pytest.raises(ConfigError, match="--run-dir"):
         await leader.listen()
     await leader.close()
