@@ -12,7 +12,7 @@ from typing import Any
 
 from k3mesh.errors import ConfigError, EngineLost, MeshError
 from k3mesh.v1 import transfer_pb2, transfer_pb2_grpc
-from services.contracts.placement import Placement
+from services.contracts.placement import Placement, check_contract
 from services.kvtransfer.frames import Staging
 from services.kvtransfer.link import Hello, PeerLink
 from services.kvtransfer.messages import CloseLink, Link, LinkLost, LinkUp, Receive, Received, Send, Sent, ToPeer
@@ -146,16 +146,18 @@ class PeerService(transfer_pb2_grpc.TransferPeerServicer):
                 await asyncio.wait([reader])
 
     def _check(self, peer: Hello) -> None:
-        """What one stage can tell by itself; the pair check of all stages is D's."""
+        """What one stage can tell by itself; the pair check of all stages is D's. UCX does not survive an address that is
+        none, so a stranger must not get as far as that."""
         own = self._peers.placement
         if own.role != "prefill":
             raise ConfigError(f"{own.name} is a {own.role} agent; decode agents link to prefill agents", detail="PD_CONTRACT")
-        if peer.placement.role != "decode" or peer.placement.tp_rank != own.tp_rank:
+        if peer.placement.role != "decode":
             raise ConfigError(
-                f"{peer.placement.name} ({peer.placement.role}, tensor-parallel rank {peer.placement.tp_rank}) has no business "
-                f"with {own.name} (tensor-parallel rank {own.tp_rank}); correct the addresses of the pair",
+                f"{peer.placement.name} is a {peer.placement.role} agent and has no business with {own.name}; correct the "
+                "addresses of the pair",
                 detail="PD_CONTRACT",
             )
+        check_contract(own, peer.placement)
         if peer.frame_bytes < self._peers.limits.frame_bytes:
             raise ConfigError(
                 f"frame_bytes is {self._peers.limits.frame_bytes} on {own.name} and {peer.frame_bytes} on "

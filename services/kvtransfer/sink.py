@@ -132,8 +132,9 @@ class SinkSession(Session):
     def _announce(self, sink: Sink, stage: int, frame: m.Frame) -> str | None:
         """Why this frame cannot be right, or None; its units then count as announced."""
         assert self._pairing is not None, "a live room has its pairing"
-        if sink.phase < Phase.BOOTSTRAPPED:
-            return "it comes before every stage has accepted the room"
+        # Only this stage's own answer counts: P starts when all stages accepted, and another's may still be on its way here.
+        if not sink.shares[stage].accepted:
+            return "it comes before the stage has accepted the room"
         if frame.length > self.limits.frame_bytes:
             return f"{frame.length} bytes are more than a frame's {self.limits.frame_bytes}"
         return sink.shares[stage].announce(frame, self._pairing.stages[stage], len(sink.manifest.blocks))

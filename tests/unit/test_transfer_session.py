@@ -116,6 +116,16 @@ def test_the_end_may_come_before_the_last_frames_are_installed():
     assert said(effects, 1) == [m.StageAck(ROOM, 1)]
 
 
+def test_frames_of_a_stage_may_come_before_another_stage_s_answer_but_not_before_its_own():
+    it = Receiving()
+    it.session.apply(manifest(8), 0)
+    it.hear(1, m.OfferReply(8, 1))
+    effects = it.hear(1, replace(it.frame(0, (4, 0, 1)), room=8))
+    assert m.Grant(8, (0,)) in said(effects, 1)
+    effects = it.hear(2, replace(it.frame(0, (4, 0, 1), stage=1), room=8))
+    assert code(effects) == "PD_BYTES"
+
+
 def test_grants_are_bounded_by_the_window_and_go_on_as_frames_come_back():
     it = Receiving()
     effects: list[Any] = []
