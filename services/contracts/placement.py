@@ -233,12 +233,16 @@ def pair_check(p_stages: Sequence[Placement], d: Placement) -> None:
             )
         if p.engine_id != p_stages[0].engine_id or p.engine_epoch != p_stages[0].engine_epoch:
             raise _refusal(f"{p.name} and {p_stages[0].name} are not of one engine epoch; restart the prefill engine")
-        for key in SAME:
-            _same(key, p, getattr(p, key), d, getattr(d, key))
-        _same("tp_rank", p, p.tp_rank, d, d.tp_rank)
+        check_contract(p, d)
         for key in ("num_blocks", "num_slots"):
             _same(key, p, getattr(p, key), p_stages[0], getattr(p_stages[0], key))
     _check_fields(p_stages, d)
+
+
+def check_contract(p: Placement, d: Placement) -> None:
+    """What one stage can tell of a pair by itself: the values that all ranks of both engines share. Raises ConfigError."""
+    for key in (*SAME, "tp_rank"):
+        _same(key, p, getattr(p, key), d, getattr(d, key))
 
 
 def _check_fields(p_stages: Sequence[Placement], d: Placement) -> None:

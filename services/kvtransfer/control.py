@@ -14,6 +14,7 @@ from services.kvtransfer.pairing import Outcome, Pairer, Wanted
 from services.runtime.channels import failure
 from services.runtime.telemetry import log
 
+HELLO_S = 10.0  # from the opening of a stream to its first command
 FLUSH_S = 1.0  # for the last report
 
 
@@ -98,9 +99,13 @@ class Control(transfer_pb2_grpc.TransferControlServicer):
         )
 
     async def _meet(self, commands: AsyncIterator[transfer_pb2.AgentCommand]) -> None:
-        first = await anext(commands, None)
+        try:
+            async with asyncio.timeout(HELLO_S):
+                first = await anext(commands, None)
+        except TimeoutError:
+            first = None
         if first is None or first.WhichOneof("command") != "introduce":
-            raise BadRequest("the first command on a stream is IntroduceAgent")
+            raise BadRequest(f"the first command on a stream is IntroduceAgent, within {HELLO_S:g} s")
         self._check_fence(first.fence)
         if self._driver is not None:
             raise BadRequest(f"scheduler {self._driver} drives this agent for its whole life; restart the engine")
