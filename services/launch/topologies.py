@@ -30,13 +30,13 @@ TOPOLOGIES = {
         "--disaggregation-mode prefill --pipeline-parallel-size 4 --expert-parallel-size 1"
         " --deepep-mode normal --max-num-seqs 16 --chunked-prefill-size 256",
         "--disaggregation-mode decode --data-parallel-size 2 --expert-parallel-size 2"
-        " --deepep-mode auto --max-num-seqs 16 --max-cudagraph-capture-size 8 --low-latency-max-num-tokens-per-gpu 16",
+        " --deepep-mode auto --max-num-seqs 16 --max-cudagraph-capture-size 8 --low-latency-max-num-tokens-per-gpu 64",
     ),
     "laptop-tp2": _sets(
         "--attn-tp-size 2",
         "--disaggregation-mode prefill --pipeline-parallel-size 2 --expert-parallel-size 2"
         " --deepep-mode normal --max-num-seqs 16 --chunked-prefill-size 256",
         "--disaggregation-mode decode --data-parallel-size 2 --expert-parallel-size 4"
-        " --deepep-mode auto --max-num-seqs 16 --max-cudagraph-capture-size 8 --low-latency-max-num-tokens-per-gpu 16",
+        " --deepep-mode auto --max-num-seqs 16 --max-cudagraph-capture-size 8 --low-latency-max-num-tokens-per-gpu 64",
     ),
 }
