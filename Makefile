@@ -4,7 +4,7 @@ PORT ?= 8000
 STATE ?= .state
 BIN := .venv/bin
 
-.PHONY: setup proto lint test test-unit demo up down
+.PHONY: setup proto lint test test-unit soak demo up down
 .DEFAULT_GOAL := demo
 
 setup:
@@ -25,6 +25,9 @@ test: setup
 
 test-unit: setup
 	$(BIN)/python -m pytest tests/unit tests/contract
+
+soak: setup
+	$(BIN)/python -m pytest -m soak
 
 demo: setup
 	@$(BIN)/k3mesh demo

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -45,7 +46,14 @@ class Speculating:
         return (await self.mesh.inspect())["decode-0.scheduler"].totals
 
 
-@pytest.fixture(scope="module", params=[(a, s) for s in SHAPES for a in WIDTHS], ids=lambda param: f"{param[0]}, {param[1]}")
+def combinations() -> list[Any]:
+    """Each algorithm on one shape in every run; the others in `make soak`."""
+    always = {("DSPARK", "two stages"), ("MTP", "four stages")}
+    every = [(algorithm, shape) for shape in SHAPES for algorithm in WIDTHS]
+    return [pytest.param(it, id=", ".join(it), marks=() if it in always else pytest.mark.soak) for it in every]
+
+
+@pytest.fixture(scope="module", params=combinations())
 def speculating(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) -> Iterator[Speculating]:
     (algorithm, shape), (target, drafter) = request.param, checkpoints
     topology, stages = SHAPES[shape]
