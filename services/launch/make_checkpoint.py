@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     try:
         options = _parse(argv)
         directory, plan = Path(options.directory), _plan(options)
-        config = _config(plan)
+        config = released_config(plan)
         model = parse_model_config(config, "the new config.json")
         if _is_written(directory, plan, options.force):
             print(f"{directory}: already there, made with the same arguments")
@@ -159,7 +159,7 @@ def _full_attn_layers(text: str | None, layers: int) -> list[int]:
     return numbers
 
 
-def _config(plan: Plan) -> dict[str, Any]:
+def released_config(plan: Plan) -> dict[str, Any]:
     """config.json in the released form: the text model's keys under text_config."""
     dimensions = dict(plan.dimensions)
     layers = range(1, dimensions["num_hidden_layers"] + 1)
