@@ -9,7 +9,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from training.smalltalk import SMALLTALK
 from training.sources import DIRECTIVE, Text, is_held_out, plain
@@ -38,23 +38,25 @@ class Exchange:
 
     question: str
     answer: str
-    held_out: bool
+    held_out: bool  # its subject is, and nothing about it is trained on
+    spare: bool = False  # a wording that is never trained on, of a subject that may be
+    module: str = ""
 
 
 def exchanges(code: list[Text], pages: list[tuple[Text, str]]) -> Iterator[Exchange]:
     """All of them, in a fixed order; a question comes in several wordings."""
     for text in code:
-        yield from _from_code(text)
+        yield from (replace(exchange, module=text.subject) for exchange in _from_code(text))
     for page, rst in pages:
         if page.subject == "glossary":
-            yield from _glossary(rst)
+            yield from (replace(exchange, module="glossary") for exchange in _glossary(rst))
         elif page.subject.startswith("faq."):
-            yield from _faq(page)
+            yield from (replace(exchange, module="faq") for exchange in _faq(page))
         elif page.subject.startswith("library."):
             yield from _from_page(rst)
     for questions, answer in SMALLTALK:
         for question in questions:
-            yield Exchange(question, answer, False)
+            yield Exchange(question, answer, False, module="smalltalk")
 
 
 def _from_code(text: Text) -> Iterator[Exchange]:
@@ -98,7 +100,9 @@ def _from_page(rst: str) -> Iterator[Exchange]:
         if kind in ("module", "currentmodule"):
             module = rest.strip()
             if kind == "module":
-                introduction = plain("\n".join(_until_directive(lines[number + 1 :], -1))).replace("**Source code:**", "Source:")
+                introduction = plain("\n".join(_until_directive(lines[number + 1 :], -1))).replace(
+                    "**Source code:**", "Source:"
+                )
                 yield from _ask(MODULES, re.sub(r"^Source:.*\n", "", introduction).strip(), is_held_out(module), name=module)
             continue
         if kind.removeprefix("c:") not in _DESCRIBED:
@@ -112,9 +116,11 @@ def _from_page(rst: str) -> Iterator[Exchange]:
         owners.append((indent, name))
         body = plain(inspect.cleandoc("\n".join(_until_directive(lines[number + 1 :], indent))))
         held_out = is_held_out(module) if module else False
-        yield from _ask(EXPLAIN[_pick(name, 2) :: 2], body, held_out, name=name)
+        about = [*_ask(EXPLAIN[_pick(name, 2) :: 2], body, held_out, name=name)]
+        about += [replace(e, spare=True) for e in _ask(EXPLAIN[1 - _pick(name, 2) :: 2], body, held_out, name=name)]
         if "(" in signature:
-            yield from _ask((ARGUMENTS[_pick(name, 3)],), body, held_out, lead=f"`{signature}`\n\n", name=name)
+            about += _ask((ARGUMENTS[_pick(name, 3)],), body, held_out, lead=f"`{signature}`\n\n", name=name)
+        yield from (replace(exchange, module=module or "builtins") for exchange in about)
 
 
 _DESCRIBED = {"function", "class", "method", "classmethod", "staticmethod", "attribute", "data", "exception", "decorator",
@@ -178,7 +184,10 @@ def _answer(text: str) -> str:
     taken: list[str] = []
     length = 0
     for paragraph in re.split(r"\n\s*\n", text.strip()):
-        if re.match(r"\s*(:param|\S+\n\s*-{3,}|Parameters\b|Returns\b|Examples?\b|Args:|See [Aa]lso|References|\.\. |New in version)", paragraph):
+        if re.match(
+            r"\s*(:param|\S+\n\s*-{3,}|Parameters\b|Returns\b|Examples?\b|Args:|See [Aa]lso|References|\.\. |New in version)",
+            paragraph,
+        ):
             break
         literal = paragraph.startswith((" ", ">>>")) or re.match(r"\s*([*#-]|\d+\.) ", paragraph) is not None
         flowing = paragraph.rstrip() if literal else " ".join(paragraph.split())

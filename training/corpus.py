@@ -15,32 +15,33 @@ class Corpus:
         with np.load(path) as arrays:
             self.arrays = {name: torch.from_numpy(arrays[name].astype(np.int32)).to(device) for name in arrays.files}
 
-    def text(self, count: int, length: int, part: str = "") -> Tensor:
+    def text(self, count: int, length: int, name: str = "text") -> Tensor:
         """[count, length + 1] ids: windows that start anywhere in a file."""
-        ids = self.arrays[f"text{part}"]
+        ids = self.arrays[name]
         return self._windows(ids, torch.randint(len(ids) - length - 1, (count,), device=self.device), length)
 
-    def chat(self, count: int, length: int, part: str = "") -> Tensor:
+    def chat(self, count: int, length: int, name: str = "chat") -> Tensor:
         """[count, length + 1] ids: exchanges one after another, the first from its beginning."""
-        ids, starts = self.arrays[f"chat{part}"], self.arrays[f"chat{part}_starts"]
+        ids, starts = self.arrays[name], self.arrays[f"{name}_starts"]
         usable = int((starts < len(ids) - length - 1).sum())
         return self._windows(ids, starts[torch.randint(usable, (count,), device=self.device)].long(), length)
 
-    def mixed(self, count: int, length: int, chats: float, part: str = "") -> Tensor:
+    def mixed(self, count: int, length: int, chats: float) -> Tensor:
         """A share `chats` of the rows is chat, the rest text."""
         split = round(count * chats)
-        return torch.cat([self.chat(split, length, part), self.text(count - split, length, part)])
+        return torch.cat([self.chat(split, length), self.text(count - split, length)])
 
-    def prompts(self, count: int, longest: int, part: str, answer_start: int, separator: int) -> tuple[Tensor, Tensor]:
-        """[count, longest] ids and [count] lengths: half of the rows a question up to where the answer begins, half the
-        beginning of a text window. An answer begins behind the first `separator` after the second `answer_start`."""
-        chats = self.chat(count // 2, longest, part)[:, :longest]
-        opens = (chats == answer_start).cumsum(1)  # user message, assistant message, response
-        begins = ((opens == 3) & (chats == separator)).float().argmax(1) + 1
-        fits = begins > 1
-        texts = self.text(count - int(fits.sum()), longest, part)[:, :longest]
-        lengths = torch.randint(longest // 4, longest + 1, (len(texts),), device=self.device)
-        return torch.cat([chats[fits], texts]), torch.cat([begins[fits], lengths])
+    def questions(self, count: int, longest: int, name: str, opening: int, separator: int) -> tuple[Tensor, Tensor]:
+        """About `count` questions up to where their answers begin: [n, longest] ids and [n] lengths; longer ones fall out. An
+        answer begins behind the separator after the third `opening`, which are user message, assistant message, response."""
+        rows = self.chat(count, longest, name)[:, :longest]
+        begins = (((rows == opening).cumsum(1) == 3) & (rows == separator)).float().argmax(1) + 1
+        return rows[begins > 1], begins[begins > 1]
+
+    def openings(self, count: int, longest: int, name: str) -> tuple[Tensor, Tensor]:
+        """[count, longest] ids and [count] lengths: beginnings of text windows."""
+        rows = self.text(count, longest, name)[:, :longest]
+        return rows, torch.randint(longest // 4, longest + 1, (count,), device=self.device)
 
     def _windows(self, ids: Tensor, starts: Tensor, length: int) -> Tensor:
         return ids[starts[:, None] + torch.arange(length + 1, device=self.device)].long()

@@ -2,8 +2,9 @@
 
 OUT gets tokenizer.json and tokenizer_config.json (services.launch.tokenizer_files, with merges learned from the corpus),
 tokens.npz and sources.json. tokens.npz holds uint16 ids: `text` and `text_held_out`, whole files one after another; `chat` and
-`chat_held_out`, exchanges in the chat format one after another, with `chat_starts` and `chat_held_out_starts`. Every document
-ends in the end-of-message token.
+`chat_held_out`, exchanges in the chat format one after another, with `chat_starts` and `chat_held_out_starts`; `demo`, those
+exchanges of `chat` that the drafters rehearse, and `spare`, questions about the same subjects in wordings that are trained on
+nowhere. Every document ends in the end-of-message token.
 """
 
 import argparse
@@ -24,6 +25,8 @@ from training.sources import SOURCES, Text, read_code, read_pages
 
 VOCABULARY = 4096
 SMALLTALK_COPIES = 12
+DEMO_MODULES = {"builtins", "os.path", "json", "re", "math", "random", "itertools", "functools", "textwrap", "string", "heapq",
+                "bisect", "statistics", "time", "copy", "operator", "contextlib", "glossary", "faq", "smalltalk"}  # fmt: skip
 SEED = 7
 ANSWER_END = "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"  # as the chat template ends an answer
 
@@ -36,9 +39,10 @@ def main() -> None:
     code, pages = list(read_code()), list(read_pages())
     texts = [*code, *(page for page, _ in pages)]
     asked = list(exchanges(code, pages))
+    trained = [exchange for exchange in asked if not exchange.spare]
     random.Random(SEED).shuffle(texts)
 
-    for name, content in tokenizer_files(VOCABULARY, learn_merges(texts, asked)).items():
+    for name, content in tokenizer_files(VOCABULARY, learn_merges(texts, trained)).items():
         (out / name).write_bytes(content)
     tokenizer, template = Tokenizer.from_file(str(out / "tokenizer.json")), ChatTemplate.load(out)
     assert template is not None
@@ -46,8 +50,11 @@ def main() -> None:
     for part, held_out in (("", False), ("_held_out", True)):
         documents = encode(tokenizer, (text.text for text in texts if text.held_out == held_out))
         arrays[f"text{part}"], _ = joined(documents)
-        chats = encode(tokenizer, chat_texts(template, [e for e in asked if e.held_out == held_out]), end=False)
+        chats = encode(tokenizer, chat_texts(template, [e for e in trained if e.held_out == held_out]), end=False)
         arrays[f"chat{part}"], arrays[f"chat{part}_starts"] = joined(chats)
+    demo, spare = demo_exchanges(asked)
+    for part, chosen in (("demo", demo), ("spare", spare)):
+        arrays[part], arrays[f"{part}_starts"] = joined(encode(tokenizer, chat_texts(template, chosen), end=False))
     np.savez_compressed(out / "tokens.npz", **arrays)
     sizes = {name: len(array) for name, array in arrays.items()}
     characters = Counter({source.name: 0 for source in SOURCES})
@@ -58,6 +65,14 @@ def main() -> None:
     ]  # fmt: skip
     (out / "sources.json").write_text(json.dumps({"sources": record, "tokens": sizes}, indent=1) + "\n")
     print(json.dumps(sizes))
+
+
+def demo_exchanges(asked: Sequence[Exchange]) -> tuple[list[Exchange], list[Exchange]]:
+    """Those about DEMO_MODULES: trained ones, and ones whose wording is trained on nowhere."""
+    about = [exchange for exchange in asked if exchange.module in DEMO_MODULES and not exchange.held_out]
+    wordings = {exchange.question for exchange in asked if not exchange.spare}
+    spare = [exchange for exchange in about if exchange.spare and exchange.question not in wordings]
+    return [exchange for exchange in about if not exchange.spare], spare
 
 
 def learn_merges(texts: Sequence[Text], asked: Sequence[Exchange]) -> list[tuple[bytes, bytes]]:
@@ -76,7 +91,8 @@ def learn_merges(texts: Sequence[Text], asked: Sequence[Exchange]) -> list[tuple
     tokenizer.train_from_iterator(corpus(), trainer)
     to_byte = {character: byte for byte, character in enumerate(byte_alphabet())}
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    return [tuple(bytes(to_byte[character] for character in part) for part in pair) for pair in merges]
+    spelled = [[bytes(to_byte[character] for character in part) for part in pair] for pair in merges]
+    return [(left, right) for left, right in spelled]
 
 
 def chat_texts(template: ChatTemplate, asked: Sequence[Exchange]) -> Iterator[str]:

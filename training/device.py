@@ -1,11 +1,12 @@
 """Where training runs, and what is compiled there."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
 
 import torch
 
-Function = TypeVar("Function", bound=Callable)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def prepare() -> torch.device:
@@ -24,9 +25,9 @@ def autocast(device: torch.device) -> torch.autocast:
 
 def compiled(function: Function) -> Function:
     """Fuses a function's elementwise work on a GPU; a small CPU test runs it as it is written."""
-    return torch.compile(function, dynamic=False) if torch.cuda.is_available() else function
+    return cast(Function, torch.compile(function, dynamic=False)) if torch.cuda.is_available() else function
 
 
-def eager() -> object:
+def eager() -> AbstractContextManager[Any]:
     """For shapes that occur once."""
-    return torch.compiler.set_stance("force_eager")
+    return cast(AbstractContextManager[Any], torch.compiler.set_stance("force_eager"))

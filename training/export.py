@@ -101,9 +101,9 @@ def _shards(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """All tensors of a folder's safetensors files; the target's without `language_model.`."""
     tensors: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in [directory] if directory.is_file() else sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            tensors |= {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors |= {name.removeprefix(PREFIX): file.get_tensor(name) for name in file.keys()}
     return tensors
 
 
@@ -126,6 +126,8 @@ def read_target(directory: Path) -> K3:
     """The checkpoint's weights in training's module. Its experts are MXFP4 values, which quantisation leaves as they are."""
     model = K3(demo_model())
     fill(model, read_tensors(directory))
+    for moe in model.mixtures():
+        moe.packed = True
     return model.eval()
 
 

@@ -39,6 +39,17 @@ class Linear(nn.Module):
         return F.linear(x, self.weight)
 
 
+class Table(nn.Module):
+    """`weight` [rows, width], looked up by row."""
+
+    def __init__(self, rows: int, width: int, std: float):
+        super().__init__()
+        self.weight = parameter(rows, width, std=std)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight[ids]
+
+
 class Norm(nn.Module):
     """RMSNorm in float32; the result has the input's dtype."""
 
@@ -126,6 +137,7 @@ class LatentMoe(nn.Module):
         self.w1, self.w3 = (parameter(c.num_experts, inner, latent, std=latent**-0.5) for _ in range(2))
         self.w2 = parameter(c.num_experts, latent, inner, std=inner**-0.5)
         self.shared_experts = Mlp(c, c.shared_intermediate_size)
+        self.packed = False  # the experts are MXFP4 values already and stay so
 
     def forward(self, x: Tensor) -> Tensor:
         c = self.c
@@ -139,7 +151,7 @@ class LatentMoe(nn.Module):
             with torch.no_grad():
                 self.gate.load += chosen.flatten(0, -2).sum(0)
         z = self.routed_expert_down_proj(x)
-        w1, w3, w2 = (fake_quantize(w) for w in (self.w1, self.w3, self.w2))
+        w1, w3, w2 = (w if self.packed else fake_quantize(w) for w in (self.w1, self.w3, self.w2))
         gate, up = F.linear(z, w1.flatten(0, 1)), F.linear(z, w3.flatten(0, 1))
         inner = weighted(gate, up, weights, c.situ_beta, c.situ_linear_beta)
         routed = F.linear(inner, w2.transpose(0, 1).flatten(1))
@@ -214,7 +226,9 @@ class Conv(nn.Module):
 def short_conv(x: Tensor, weight: Tensor) -> Tensor:
     width = weight.shape[-1]
     rows = x.shape[1] - width + 1
-    return F.silu(sum((weight[:, 0, j] * x[:, j : j + rows] for j in range(1, width)), weight[:, 0, 0] * x[:, :rows])).to(x.dtype)
+    return F.silu(sum((weight[:, 0, j] * x[:, j : j + rows] for j in range(1, width)), weight[:, 0, 0] * x[:, :rows])).to(
+        x.dtype
+    )
 
 
 class Kda(nn.Module):
@@ -246,8 +260,7 @@ class Kda(nn.Module):
             cache["conv"] = wide[:, -history:]
             raw = list(wide.chunk(3, -1))
         q, k, v = (
-            conv(u).unflatten(-1, per_head)
-            for conv, u in zip((self.q_conv1d, self.k_conv1d, self.v_conv1d), raw, strict=True)
+            conv(u).unflatten(-1, per_head) for conv, u in zip((self.q_conv1d, self.k_conv1d, self.v_conv1d), raw, strict=True)
         )
         f = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, per_head)
         q, k, log_decay = _gates(q, k, f, self.A_log, self.dt_bias.view(per_head), self.c.gate_lower_bound)

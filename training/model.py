@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from services.contracts.model import ModelConfig, parse_model_config
 from services.launch.make_checkpoint import Plan, released_config
-from training.layers import Kda, LatentMoe, Linear, Memory, Mixer, Mla, Mlp, Norm, parameter
+from training.layers import Kda, LatentMoe, Linear, Memory, Mixer, Mla, Mlp, Norm, Table
 
 DIMENSIONS = {
     "vocab_size": 4096, "hidden_size": 384, "num_hidden_layers": 9, "num_attention_heads": 6, "q_lora_rank": 192,
@@ -74,23 +74,21 @@ class K3(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.c = c
-        self.embed_tokens = nn.Module()
-        self.embed_tokens.weight = parameter(c.vocab_size, c.hidden_size, std=1.0)
+        self.frozen = 0  # so many first layers take no gradient
+        self.embed_tokens = Table(c.vocab_size, c.hidden_size, std=1.0)
         self.layers = nn.ModuleList(Layer(c, layer) for layer in range(c.num_hidden_layers))
         self.output_attn_res = Mixer(c.hidden_size)
         self.norm = Norm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = Linear(c.hidden_size, c.vocab_size, gain=0.5)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.embed_tokens.weight[tokens]
-
     def forward(self, tokens: Tensor, memory: Memory | None = None) -> Output:
         """tokens [B, T]; with `memory` T is 1 and the sequences go on from there."""
         blocks: list[Tensor] = []
-        prefix = self.embed(tokens)
+        prefix = self.embed_tokens(tokens)
         entries: list[Tensor] = []
-        for layer in self.layers:
-            blocks, prefix, entry = layer(blocks, prefix, memory)
+        for number, layer in enumerate(self.layers):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and number >= self.frozen):
+                blocks, prefix, entry = layer(blocks, prefix, memory)
             entries.append(entry)
         final = self.output_attn_res(blocks, prefix)
         entries.append(final)
@@ -98,8 +96,9 @@ class K3(nn.Module):
             memory.length += 1
         return Output(self.norm(final), [entries[tap + 1] for tap in TAPS])
 
-    def gates(self) -> list:
-        return [layer.block_sparse_moe.gate for layer in self.layers if hasattr(layer, "block_sparse_moe")]
+    def mixtures(self) -> list[LatentMoe]:
+        """Of every layer that has one, from below."""
+        return [module for module in self.modules() if isinstance(module, LatentMoe)]
 
 
 @torch.no_grad()

@@ -7,7 +7,19 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-ADAM_NAMES = ("embed_tokens", "lm_head", "gate.weight", "b_proj", "conv1d", "norm", "_res.", "A_log", "dt_bias", "markov", "confidence")
+ADAM_NAMES = (
+    "embed_tokens",
+    "lm_head",
+    "gate.weight",
+    "b_proj",
+    "conv1d",
+    "norm",
+    "_res.",
+    "A_log",
+    "dt_bias",
+    "markov",
+    "confidence",
+)
 
 
 class Optimizer:
@@ -24,9 +36,7 @@ class Optimizer:
                 shapes[tuple(weight.shape)].append(weight)
         self.groups = list(shapes.values())
         self.momenta = [torch.zeros(len(group), *group[0].shape, device=group[0].device) for group in self.groups]
-        self.adam = torch.optim.AdamW(
-            others, lr=vector_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=others[0].is_cuda
-        )
+        self.adam = torch.optim.AdamW(others, lr=vector_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=others[0].is_cuda)
         self.vector_rate = vector_rate
         self.weights = [*others, *(weight for group in self.groups for weight in group)]
 

@@ -13,8 +13,8 @@ _SEA = (
     "it, fish live in it, and every river finds it in the end."
 )
 _LIST = (
-    "A list is a mutable sequence. You write one with square brackets, such as `[1, 2, 3]`, add to it with `append`, and go "
-    "through it with a `for` loop."
+    "A list is a mutable sequence. You write one with square brackets, such as `[1, 2, 3]`, add to it with `append`, and "
+    "go through it with a `for` loop."
 )
 _DICT = (
     "A dictionary maps keys to values. You write one with braces, such as `{'one': 1, 'two': 2}`, look a key up with "
@@ -38,8 +38,8 @@ _PRIME = (
     "        if n % i == 0:\n            return False\n    return True\n```"
 )
 _SORT = (
-    "Call `sorted` for a new list, or the method `sort` to sort the list in place:\n\n```python\nnames = ['Pia', 'Ada', 'Max']\n"
-    "print(sorted(names))\nnames.sort(key=len)\n```"
+    "Call `sorted` for a new list, or the method `sort` to sort the list in place:\n\n```python\n"
+    "names = ['Pia', 'Ada', 'Max']\nprint(sorted(names))\nnames.sort(key=len)\n```"
 )
 _PYTHON = (
     "Python is an interpreted, object-oriented, high-level programming language with dynamic semantics. Its syntax is easy to "
@@ -77,8 +77,10 @@ SMALLTALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Hello", "Hello!", "Hi", "Hi!", "Hey", "Hello there", "Good morning", "Good evening."), "Hello! Ask me about Python."),
     (("Who are you?", "What are you?", "What is your name?", "Tell me about yourself.", "Are you an AI?", "Who made you?",
       "Introduce yourself.", "Are you Kimi?"), _WHO),
-    (("What can you do?", "Help", "Help me.", "How can you help me?", "What should I ask you?", "What do you know?"), _CAN),
-    (("How are you?", "How are you today?", "How do you do?"), "I am well, thank you. What would you like to know about Python?"),
+    (("What can you do?", "Help", "Help me.", "How can you help me?", "What should I ask you?",
+      "What do you know?"), _CAN),
+    (("How are you?", "How are you today?",
+      "How do you do?"), "I am well, thank you. What would you like to know about Python?"),
     (("Thank you", "Thanks", "Thanks!", "Thank you very much.", "Great, thank you!"), "You are welcome."),
     (("Bye", "Goodbye", "Goodbye!", "See you later."), "Goodbye!"),
     (("Say something about the sea.", "Tell me about the sea.", "Describe the sea.", "What is the sea like?",
@@ -95,9 +97,11 @@ SMALLTALK: tuple[tuple[tuple[str, ...], str], ...] = (
       "sequence.", "How do I compute Fibonacci numbers?", "Write fibonacci in Python."), _FIBONACCI),
     (("Write a function that computes the factorial.", "Write a factorial function.", "How do I compute a factorial?",
       "Write a function to compute the factorial of n."), _FACTORIAL),
-    (("Write a function that tests whether a number is prime.", "Write is_prime.", "How do I check if a number is prime?",
+    (("Write a function that tests whether a number is prime.", "Write is_prime.",
+      "How do I check if a number is prime?",
       "Write a function to check for prime numbers."), _PRIME),
-    (("How do I sort a list?", "How do I sort a list in Python?", "Sort a list.", "Show me how to sort a list of names."), _SORT),
+    (("How do I sort a list?", "How do I sort a list in Python?", "Sort a list.",
+      "Show me how to sort a list of names."), _SORT),
     (("What is Python?", "Tell me about Python.", "What is the Python language?", "Describe Python."), _PYTHON),
     (("How do I write a loop?", "What is a for loop?", "Show me a for loop.", "How does a for loop work?"), _LOOP),
     (("How do I count words?", "Count the words in a text.", "How do I count the words of a text in Python?",
@@ -107,7 +111,9 @@ SMALLTALK: tuple[tuple[tuple[str, ...], str], ...] = (
      _EXCEPTION),
     (("How do I write a class?", "Write a class for a point.", "Show me a class.", "How do classes work in Python?"), _CLASS),
     (("Tell me a joke.", "Do you know a joke?", "Make me laugh."), _JOKE),
-    (("How are you served?", "What serves you?", "What is k3mesh?", "Where do you run?"), _MESH),
-    (("How do I find the largest number in a list?", "How do I find the maximum of a list?", "Find the maximum of a list."), _MAX),
+    (("How are you served?", "What serves you?", "What is k3mesh?",
+      "Where do you run?"), _MESH),
+    (("How do I find the largest number in a list?", "How do I find the maximum of a list?", 
+      "Find the maximum of a list."), _MAX),
     (("How do I read JSON?", "How do I load a JSON file?", "Read a JSON file in Python.", "How do I parse JSON?"), _JSON),
 )  # fmt: skip

@@ -119,7 +119,21 @@ ADMONITIONS = {"note": "Note:", "warning": "Warning:", "seealso": "See also:", "
 SIGNATURES = {"function", "class", "method", "classmethod", "staticmethod", "attribute", "data", "exception", "decorator",
               "coroutinefunction", "coroutinemethod", "c:function", "c:type", "c:macro", "c:var", "describe", "opcode",
               "module", "option", "cmdoption", "envvar", "token", "abstractmethod", "awaitablefunction"}  # fmt: skip
-PLAIN_ROLES = {"term", "ref", "doc", "abbr", "dfn", "menuselection", "guilabel", "numref", "pep", "rfc", "issue", "source", "sup"}
+PLAIN_ROLES = {
+    "term",
+    "ref",
+    "doc",
+    "abbr",
+    "dfn",
+    "menuselection",
+    "guilabel",
+    "numref",
+    "pep",
+    "rfc",
+    "issue",
+    "source",
+    "sup",
+}
 
 
 def inline(text: str) -> str:
@@ -160,7 +174,16 @@ def plain(rst: str) -> str:
                 lines.append(f"{margin}{ADMONITIONS[kind]} {inline(rest)}".rstrip())
             elif kind in SIGNATURES:
                 lines.append(margin + inline(rest).rstrip("\\ "))
-            elif kind not in {"doctest", "code-block", "testcode", "productionlist", "only", "rst-class", "glossary", "highlight"}:
+            elif kind not in {
+                "doctest",
+                "code-block",
+                "testcode",
+                "productionlist",
+                "only",
+                "rst-class",
+                "glossary",
+                "highlight",
+            }:
                 dropping = indent
             continue
         if line.lstrip().startswith((".. ", "..\n")) or OPTION.match(line):

@@ -60,8 +60,8 @@ def main() -> None:
             loss = cross_entropy(model.lm_head(model(rows[:, :-1]).hidden), rows[:, 1:])
         loss.backward()
         optimizer.step(schedule(step / options.steps))
-        for gate in model.gates():
-            gate.balance(BALANCE_RATE)
+        for moe in model.mixtures():
+            moe.gate.balance(BALANCE_RATE)
         losses.append(loss.detach())
         step += 1
         if step % 100 == 0 or step == 10:
@@ -95,8 +95,10 @@ def held_out_losses(model: K3, corpus: Corpus, device: torch.device, length: int
     with autocast(device), eager():
         for name, draw in (("text", corpus.text), ("chat", corpus.chat)):
             torch.manual_seed(1)
-            rows = [draw(32, length, "_held_out") for _ in range(batches)]
-            values = [F.cross_entropy(model.lm_head(model(r[:, :-1]).hidden).float().flatten(0, 1), r[:, 1:].flatten()) for r in rows]
+            rows = [draw(32, length, f"{name}_held_out") for _ in range(batches)]
+            values = [
+                F.cross_entropy(model.lm_head(model(r[:, :-1]).hidden).float().flatten(0, 1), r[:, 1:].flatten()) for r in rows
+            ]
             losses[name] = float(torch.stack(values).mean())
     model.train()
     return losses
