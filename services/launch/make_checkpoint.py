@@ -199,7 +199,7 @@ class Contents:
 
 def _contents(plan: Plan) -> Contents:
     """What the plan says. ConfigError if its numbers do not make a model."""
-    config, draft = _config(plan), plan.draft
+    config, draft = released_config(plan), plan.draft
     model = parse_model_config(config, "the new config.json")
     if draft is not None and draft.kind == DSPARK:
         config = draft_tensors.dspark_config(model, draft.preset, draft.taps, draft.stream, draft.fc_norm, draft.block_size)
@@ -229,7 +229,7 @@ def _full_attn_layers(text: str | None, layers: int) -> list[int]:
     return numbers
 
 
-def _config(plan: Plan) -> dict[str, Any]:
+def released_config(plan: Plan) -> dict[str, Any]:
     """config.json in the released form: the text model's keys under text_config."""
     dimensions = dict(plan.dimensions)
     layers = range(1, dimensions["num_hidden_layers"] + 1)

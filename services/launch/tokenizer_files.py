@@ -80,10 +80,11 @@ Yes, of course. No, not yet. Thank you, that is very kind. Here is a short list:
 MARKUP = 'message role="system" message role="user" message role="assistant" response ' * 4  # in every chat: keep it short
 
 
-def tokenizer_files(vocab_size: int) -> dict[str, bytes]:
-    """File name → content, for a vocabulary of at least MIN_VOCABULARY."""
+def tokenizer_files(vocab_size: int, merges: list[tuple[bytes, bytes]] | None = None) -> dict[str, bytes]:
+    """File name → content, for a vocabulary of at least MIN_VOCABULARY; `merges` learned elsewhere replace those of TEXT."""
     special = special_tokens(vocab_size)
-    merges = _learn_merges(vocab_size - MIN_VOCABULARY)
+    if merges is None:
+        merges = _learn_merges(vocab_size - MIN_VOCABULARY)
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -181,13 +182,14 @@ def _spell(word: bytes) -> str:
     return "".join(_ALPHABET[byte] for byte in word)
 
 
-def _alphabet() -> list[str]:
+def byte_alphabet() -> list[str]:
+    """The character of each byte."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(0x100)]
 
 
-_ALPHABET = _alphabet()
+_ALPHABET = byte_alphabet()
 
 
 def _json(value: object) -> bytes:
