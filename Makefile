@@ -1,5 +1,5 @@
 # The project's verbs. Everything runs from .venv, which `setup` makes.
-MODEL ?= .demo/k3-tiny
+MODEL ?= models/demo
 PORT ?= 8000
 STATE ?= .state
 BIN := .venv/bin

@@ -22,7 +22,7 @@ COMMANDS = {
     "up": Command("services.launch.up", "start a mesh on this machine and leave it running"),
     "down": Command("services.launch.down", "stop it"),
     "status": Command("services.launch.status", "what runs, where, and how it is"),
-    "demo": Command("services.launch.demo", "tiny checkpoint, mesh, one streamed answer, its timeline, stop"),
+    "demo": Command("services.launch.demo", "mesh on the demo model, one streamed answer, its timeline, stop"),
     "chat": Command("k3mesh.cli.chat", "talk to a mesh over HTTP"),
     "inspect": Command("k3mesh.cli.inspect", "a request's state, log and timeline"),
     "serve": Command("services.launch.serve", "run one node of one engine"),

@@ -1,4 +1,4 @@
-"""`k3mesh demo`: a tiny checkpoint, a mesh, one streamed answer, that request's timeline; nothing is left running."""
+"""`k3mesh demo`: a mesh on the demo model, one streamed answer, that request's timeline; nothing is left running."""
 
 import contextlib
 import secrets
@@ -23,20 +23,16 @@ from services.launch.ports import free_ports
 from services.launch.state import StateDir
 
 LEDGER_TIMEOUT_S = 10.0
-PROMPT = (  # long enough for two chunks of 128 tokens
-    "Write a few words about the sea in winter, about the people who live beside it, and about a lighthouse whose lamp "
-    "they light every evening so that the boats find home. Say what the wind sounds like in the dunes at night, which birds "
-    "stay when the others have gone south, and what the children of the village look for on the beach after a storm."
-)
+PROMPT = "What does textwrap.dedent do?"
 
 
 class DemoArguments(FlagSet):
     """k3mesh demo."""
 
     prompt: str = Field(default=PROMPT, description="what to ask")
-    max_tokens: int = Field(default=48, ge=1, description="length of the answer")
+    max_tokens: int = Field(default=96, ge=1, description="length of the answer")
     topology: str = Field(default="laptop", description="as of `k3mesh up`")
-    model: str = Field(default=str(ROOT / ".demo" / "k3-tiny"), description="checkpoint; made if it is not there")
+    model: str = Field(default=str(ROOT / "models" / "demo"), description="checkpoint; a random one is made if it is not there")
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +41,7 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # leave by KeyboardInterrupt, through every finally
     if not Path(arguments.model, "config.json").exists():
-        print(f"making a tiny K3 checkpoint in {arguments.model}")
+        print(f"making a tiny random K3 checkpoint in {arguments.model}")
         make_checkpoint.main([arguments.model])
     folder = tempfile.mkdtemp(prefix="k3mesh-demo-")
     try:
