@@ -20,7 +20,6 @@ from services.kvtransfer.session import Limits
 from services.kvtransfer.transport import Endpoint, Transport, TransportError
 from services.runtime.telemetry import log
 
-
 ABORT_S = 2.0
 
 
