@@ -20,6 +20,8 @@ from services.kvtransfer.session import Limits
 from services.kvtransfer.transport import Endpoint, Transport, TransportError
 from services.runtime.telemetry import log
 
+ABORT_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -66,12 +68,12 @@ class Peers:
             task.add_done_callback(self._aborts.discard)
 
     async def close(self) -> None:
-        """End all links, and wait until their endpoints are down."""
+        """End all links, and give their endpoints a moment to come down."""
         for line in list(self._lines.values()):
             line.link.close("the agent ends")
             self.part(line.link)
         if self._aborts:
-            await asyncio.wait(self._aborts)
+            await asyncio.wait(self._aborts, timeout=ABORT_S)
 
     # ---- effects
     def tell(self, effect: ToPeer) -> None:

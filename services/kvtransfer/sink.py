@@ -276,7 +276,6 @@ class SinkSession(Session):
         if sink.phase is not Phase.FAILED:
             failure = cancel.failure or m.Failure("cancelled", f"room {cancel.room:x} was cancelled on P: {cancel.reason}")
             self._fail(cancel.room, failure, but=link)
-        sink.awaited.discard(link)
         sink.waiting.add(link)
         self._settle(cancel.room)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import grpc.aio
 import pytest
 
 from k3mesh.errors import ConfigError, EngineLost, TransferFailed
@@ -10,6 +11,7 @@ from services.runtime.channels import failure
 from tests.lib.decode_peers import FIRST, DecodePeers, PrefillEnd
 from tests.lib.decode_process import RunningDecode, journalled, rest_of, until
 from tests.lib.redis_server import RedisServer
+from tests.lib.scheduler_process import PATIENCE_S
 
 
 @pytest.fixture
@@ -135,6 +137,33 @@ async def test_a_restarted_prefill_engine_takes_the_place_of_the_old_one_and_nev
     assert "epoch 50 is paired already" in answer.refused.message
     await new.reserved("r2")
     new.hang_up()
+
+
+async def test_another_prefill_engine_is_refused_until_the_one_that_is_paired_is_gone(scheduler, peers):
+    first = await scheduler.paired()
+    answer = await PrefillEnd(scheduler.stub, engine_id="prefill-9").pair()
+    assert "decode-0 is paired with prefill-0; give prefill-9 one of its own" in answer.refused.message
+    assert all(len(agent.pairs) == 1 for agent in peers.agents), "the agents left the engine that they were linked to"
+    await first.reserved("r1")
+    first.hang_up()
+    async with asyncio.timeout(PATIENCE_S):
+        while (await scheduler.inspect()).ready:
+            await asyncio.sleep(0.01)
+    second = await scheduler.paired(engine_id="prefill-9")
+    second.hang_up()
+
+
+async def test_a_pairing_whose_agents_gave_up_their_links_starts_again(scheduler, peers):
+    peers.script.hold_ready = True
+    prefill = await scheduler.paired()
+    room = await prefill.reserved("r1")
+    peers.agents[1].say(pair_refused=failure(EngineLost("the prefill agent at s1t1 does not answer")))
+    assert await prefill.hear() is grpc.aio.EOF
+    assert not (await scheduler.inspect()).ready
+    await until(lambda: room in peers.agents[0].cancelled)
+    again = await scheduler.paired()
+    assert all(len(agent.pairs) == 2 for agent in peers.agents)
+    again.hang_up()
 
 
 # ---- loss

@@ -54,6 +54,7 @@ class Transfers(RuleBasedStateMachine):
     def start(self, calm: bool) -> None:
         self.calm = calm  # nothing but the order of events varies
         self.now = 0.0
+        self.damaged = False
         self.sessions: list[Any] = [SourceSession(place, LIMITS) for place in PLACES]
         self.sessions.append(SinkSession(record("decode"), LIMITS))
         self.jobs: dict[int, Job] = {}
@@ -174,12 +175,11 @@ class Transfers(RuleBasedStateMachine):
         self.jobs[room].disturbed = True
         self.apply(who, m.CancelRoom(room, "test"))
 
-    @precondition(lambda self: self.wire and not self.calm)
-    @rule(data=st.data())
-    def damage(self, data: Any) -> None:
-        key = data.draw(st.sampled_from(sorted(self.wire)))
-        self.wire[key] = ("damaged",)
-        self.disturb()
+    @precondition(lambda self: not self.calm)
+    @rule()
+    def damage(self) -> None:
+        """The next frame that is sent."""
+        self.damaged = True
 
     @precondition(lambda self: self.links and not self.calm)
     @rule(data=st.data())
@@ -213,9 +213,10 @@ class Transfers(RuleBasedStateMachine):
             session.check()
 
     # ---- how the world works
-    def disturb(self) -> None:
+    def disturb(self) -> bool:
         for job in self.jobs.values():
             job.disturbed = True
+        return False
 
     def deliver(self, key: tuple[int, int]) -> None:
         link, to = key
@@ -245,7 +246,8 @@ class Transfers(RuleBasedStateMachine):
                 if effect.link not in self.links:
                     self.apply(who, m.Sent(effect.frame, "dead"))
                 else:
-                    self.wire[effect.link, effect.seq] = self.staging[who, effect.frame]
+                    self.wire[effect.link, effect.seq] = ("damaged",) if self.damaged else self.staging[who, effect.frame]
+                    self.damaged = self.damaged and self.disturb()
                     self.apply(who, m.Sent(effect.frame))
             case m.Receive():
                 self.verified.discard(effect.frame)
@@ -354,6 +356,6 @@ class Transfers(RuleBasedStateMachine):
 
 
 Transfers.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=400, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_no_order_of_events_breaks_a_handoff = Transfers.TestCase

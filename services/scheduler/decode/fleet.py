@@ -24,6 +24,7 @@ class Fleet(EngineFleet):
         self._pairing = asyncio.Lock()  # a refusal does not say whom it refuses, so one engine pairs at a time
         self._pairing_with: wire.PrefillHello | None = None
         self._unpaired: dict[GlobalRank, asyncio.Future[None]] = {}
+        self.on_unlinked: Callable[[GlobalRank, ev.Failure], None] | None = None  # an agent has given its pairing up
 
     def shape(self) -> EngineShape:
         """After start()."""
@@ -125,3 +126,5 @@ class Fleet(EngineFleet):
         future = self._unpaired.get(rank)
         if future is not None and not future.done():
             future.set_exception(failure.error())
+        elif self._pairing_with is None and self.on_unlinked is not None:
+            self.on_unlinked(rank, failure)

@@ -8,6 +8,7 @@ from typing import Any
 
 from k3mesh.errors import BadRequest, ConfigError, MeshError
 from k3mesh.v1 import request_pb2
+from services.contracts.ids import GlobalRank
 from services.runtime.telemetry import log
 from services.scheduler.decode import events as ev
 from services.scheduler.decode import wire
@@ -27,13 +28,15 @@ class _Stream:
 
 
 class Prefills:
-    """One stream for each prefill engine. A new stream of the same engine takes the place of the old one, which broke."""
+    """The stream of the prefill engine that this one is paired with. A new stream of the same engine takes the place of the
+    old one, which broke; another engine is refused meanwhile, since agents link to one at a time."""
 
     def __init__(self, post: Callable[[Any], None], fleet: Fleet, shape: EngineShape, client_address: str):
         self._post, self._fleet, self._shape, self._client_address = post, fleet, shape, client_address
         self._numbers = count(1)
         self._streams: dict[str, _Stream] = {}  # by engine id
         self._by_pair: dict[ev.Pair, _Stream] = {}
+        fleet.on_unlinked = self._unlinked
 
     def __len__(self) -> int:
         return len(self._by_pair)
@@ -42,7 +45,8 @@ class Prefills:
         self, requests: AsyncIterator[request_pb2.PrefillToDecode], context: Any
     ) -> AsyncIterator[request_pb2.DecodeToPrefill]:
         hello = await self._meet(requests)
-        refusal = refusal_of(hello, self._shape, self._fleet.hello.model_fingerprint) or self._outdated(hello)
+        refusal = refusal_of(hello, self._shape, self._fleet.hello.model_fingerprint)
+        refusal = refusal or self._taken(hello) or self._outdated(hello)
         if refusal is not None:
             log.warning("refuses to pair", prefill=hello.engine_id, reason=refusal.message)
             yield wire.to_prefill(refusal)
@@ -119,6 +123,19 @@ class Prefills:
         if self._by_pair.pop(stream.pair, None) is not None:
             log.warning("prefill engine lost", prefill=engine, reason=reason)
             self._post(ev.PrefillLost(stream.pair, reason))
+
+    def _unlinked(self, rank: GlobalRank, failure: ev.Failure) -> None:
+        """A pairing stands with all of its agents or not at all: its prefill scheduler starts it again."""
+        for engine, stream in list(self._streams.items()):
+            if stream.pair in self._by_pair:
+                self._end(engine, stream, f"decode agent {rank} has lost its links: {failure.message}")
+
+    def _taken(self, hello: wire.PrefillHello) -> ev.Failure | None:
+        other = next((engine for engine in self._streams if engine != hello.engine_id), None)
+        if other is None:
+            return None
+        message = f"decode engine {self._shape.engine_id} is paired with {other}; give {hello.engine_id} one of its own"
+        return ev.Failure(ConfigError.code, message, "PD_CONTRACT")
 
     def _outdated(self, hello: wire.PrefillHello) -> ev.Failure | None:
         live = self._streams.get(hello.engine_id)
