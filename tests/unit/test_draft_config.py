@@ -11,7 +11,7 @@ from k3mesh.errors import ConfigError
 from services.contracts.draft import DraftConfig, parse_draft_config, parse_nextn_config, taps_in
 from services.contracts.model import ModelConfig, parse_model_config
 from services.contracts.topology import Topology
-from services.launch.make_checkpoint import K3, Plan, _config
+from services.launch.make_checkpoint import K3, Plan, released_config
 
 PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "lib/k3_dspark.json").read_text())
 PARTITIONS = [(24, 23, 23, 23), (24, 24, 24, 21)]
@@ -19,7 +19,7 @@ PARTITIONS = [(24, 23, 23, 23), (24, 24, 24, 21)]
 
 def k3() -> ModelConfig:
     layers = [n for n in range(1, 94) if n % 4 == 0 or n == 93]
-    return parse_model_config(_config(Plan(dict(K3), layers, 0, False, 1)), "k3")
+    return parse_model_config(released_config(Plan(dict(K3), layers, 0, False, 1)), "k3")
 
 
 def parse(**changes: Any) -> DraftConfig:
@@ -102,7 +102,7 @@ def test_an_unsupported_width_is_refused_and_the_right_one_named(block: int | No
 
 def test_a_target_without_a_nextn_layer_is_refused():
     layers = [n for n in range(1, 94) if n % 4 == 0 or n == 93]
-    config = _config(Plan(dict(K3), layers, 0, False, 1))
+    config = released_config(Plan(dict(K3), layers, 0, False, 1))
     with pytest.raises(ConfigError, match="num_nextn_predict_layers = 0") as refused:
         parse_nextn_config(config, "config.json", k3())
     assert refused.value.detail == "DRAFT_CONFIG"
