@@ -105,7 +105,8 @@ class LocalMesh:
         """Redis, then the engines, then the gateway. Finds free ports and writes ports.json."""
         redis_url = self._arguments.redis_url or f"unix://{state.run / 'redis.sock'}"
         engines = (self.prefill, self.decode)
-        ports = iter(free_ports(sum(1 + ports_needed(engine.world_size) for engine in engines)))
+        needed = sum(1 + ports_needed(engine.world_size) for engine in engines)
+        ports = iter(free_ports(needed, spoken_for=self._arguments.port))
         p, d = (
             engine.model_copy(update={"redis_url": redis_url, "dist_init_addr": f"{LOOPBACK}:{next(ports)}"})
             for engine in engines

@@ -8,14 +8,14 @@ from services.contracts.flags import refusal
 FIRST, LAST = 20000, 32000  # below the range from which the kernel takes ports of outgoing connections
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Different ports that nothing listens on now. A child that still finds its port taken says so and is not started."""
+def free_ports(count: int, host: str = "127.0.0.1", spoken_for: int = 0) -> list[int]:
+    """Different ports that nothing listens on now, without the one that is spoken for already. A child that still finds its port taken says so and is not started."""
     held: list[socket.socket] = []
     try:
         for port in random.sample(range(FIRST, LAST), LAST - FIRST):
             if len(held) == count:
                 break
-            if (bound := _bind(host, port)) is not None:
+            if port != spoken_for and (bound := _bind(host, port)) is not None:
                 held.append(bound)
         return [bound.getsockname()[1] for bound in held]
     finally:
