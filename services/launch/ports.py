@@ -9,7 +9,8 @@ FIRST, LAST = 20000, 32000  # below the range from which the kernel takes ports 
 
 
 def free_ports(count: int, host: str = "127.0.0.1", spoken_for: int = 0) -> list[int]:
-    """Different ports that nothing listens on now, without the one that is spoken for already. A child that still finds its port taken says so and is not started."""
+    """Different ports that nothing listens on now, without the one that is spoken for already. A child that still finds its
+    port taken says so and is not started."""
     held: list[socket.socket] = []
     try:
         for port in random.sample(range(FIRST, LAST), LAST - FIRST):
