@@ -66,6 +66,7 @@ class _Write:
     state: State
     version: int
     at: float
+    owner: str
     fields: dict[str, Value] = field(default_factory=dict[str, Value])
 
 
@@ -103,15 +104,16 @@ class Ledger:
             reason = f"{self.owner} restarted and holds nothing of this request"
             self.transition(request_id, State.FAILED, VERSIONS_PER_ATTEMPT, 0, error="engine_lost", message=reason)
 
-    def transition(self, request_id: str, state: State, attempt: int, step: int, /, **fields: Value) -> None:
+    def transition(self, request_id: str, state: State, attempt: int, step: int, owner: str = "", /, **fields: Value) -> None:
         """Note that the request is now in `state`. Never blocks; written in order, later if Redis is away.
 
-        `step` orders the states of one attempt (lifecycle.RANK). `fields` join the log entry and the request's hash.
+        `step` orders the states of one attempt (lifecycle.RANK). `owner` has the request from now on, we if it is empty.
+        `fields` join the log entry and the request's hash.
         """
         if len(self._writes) >= QUEUE_LIMIT:
             self._drop_superseded()
         version = attempt * VERSIONS_PER_ATTEMPT + step
-        self._writes.append(_Write(request_id, state, version, time.time(), fields))
+        self._writes.append(_Write(request_id, state, version, time.time(), owner or self.owner, fields))
         self._written.clear()
         self._wake.set()
 
@@ -204,7 +206,7 @@ class Ledger:
         ended = "1" if write.state in TERMINAL else "0"
         flat = [item for pair in write.fields.items() for item in pair]
         key = f"k3:req:{write.request_id}"
-        head = [write.request_id, write.state.value, write.version, self.owner, ended, f"{write.at:.6f}"]
+        head = [write.request_id, write.state.value, write.version, write.owner, ended, f"{write.at:.6f}"]
         await self._transition(
             keys=[key, f"{key}:log"], args=[*head, TTL_LIVE, TTL_ENDED, LOG_LENGTH, *flat], client=pipe
         )  # fmt: skip

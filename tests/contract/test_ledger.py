@@ -72,6 +72,19 @@ async def test_what_a_dead_owner_left_open_is_failed_at_its_restart(journal, cli
     }  # fmt: skip
 
 
+async def test_a_request_given_to_an_engine_that_died_before_it_wrote_is_failed_at_that_engines_restart(journal, client):
+    p = Ledger(journal.url, "prefill-0")
+    await p.connect()
+    p.transition("r1", State.TRANSFERRING, 0, 5)
+    p.transition("r1", State.TRANSFERRING, 0, 6, "decode-0", bytes_sent=7)
+    await p.close()
+    assert await client.smembers("k3:live:decode-0") == {"r1"} and not await client.smembers("k3:live:prefill-0")
+    d = Ledger(journal.url, "decode-0")
+    await d.connect()
+    await d.close()
+    assert await client.hget("k3:req:r1", "state") == "FAILED" and not await client.smembers("k3:live:decode-0")
+
+
 async def test_an_outage_of_redis_delays_transitions_and_loses_none(journal, client):
     ledger = Ledger(journal.url, "decode-0")
     await ledger.connect()

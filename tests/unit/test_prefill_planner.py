@@ -349,6 +349,7 @@ def test_the_journal_gets_every_chunk_of_every_stage():
         [0, 0, 512, 1.0, 2.0], [1, 0, 512, 1.0, 2.0], [0, 512, 700, 1.0, 2.0], [1, 512, 700, 1.0, 2.0],
     ]  # fmt: skip
     assert notes[-1].fields["bytes_sent"] == 2000
+    assert notes[-1].owner == "decode-0" and {note.owner for note in notes[:-1]} == {""}, "D has it from the end on"
 
 
 # ---- the end before the handoff
@@ -492,6 +493,21 @@ def test_a_lost_decode_engine_fails_what_it_has_not_installed_and_nothing_else()
     again = world.arrive(10)
     world.settle()
     assert isinstance(world.clients[again].last, ev.PublishHandedOver)
+
+
+def test_the_journal_of_a_lost_decode_engine_ends_with_what_was_still_held_for_it():
+    world = world_of()
+    request = world.arrive(100)
+    start(world)
+    run_steps(world)
+    for pair in world.sendable():
+        world.ack(pair)
+    world.install(room(world, request))
+    world.hear_decode()
+    world.lose_decode()
+    world.settle()
+    assert world.clients[request].states[-1] is State.FAILED
+    world.check_at_rest()
 
 
 def test_a_decode_scheduler_that_does_not_answer_is_given_up():

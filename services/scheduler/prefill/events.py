@@ -236,6 +236,7 @@ class WriteTransition:
     attempt: int
     step: int
     fields: Mapping[str, Value] = field(default_factory=dict[str, Value])
+    owner: str = ""  # the engine that has the request from now on; ours if it is empty
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,6 +175,7 @@ class PrefillPlanner:
     def _bootstrap(self, request: Request, state: Reserving) -> None:
         """D has told its agents; they offer the manifest to ours."""
         assert self.decode is not None
+        request.decode = self.decode.engine_id
         self.roster.write(request, State.BOOTSTRAPPING, report.reserved(request, self.decode))
         self.roster.emit(ev.PublishAttached(request.request_id, request.room))
         waiting = set(self.roster.ranks - state.ready)

@@ -127,6 +127,7 @@ class Request:
     state: AnyState = field(default_factory=Queued)
     attempt: int = 1
     room: Room = NO_ROOM  # of this attempt; none while it is queued
+    decode: str = ""  # the engine that holds a place for this attempt
     replica: Replica = FIRST_REPLICA
     prefix_tokens: int = 0
     transfers_failed: int = 0

@@ -200,23 +200,26 @@ class Roster:
         self.timers.disarm(request)
         self.totals[ENDS[state]] += 1
         if state is State.INSTALLED:
-            self.write(request, State.TRANSFERRING, report.released(request, self.now))
+            self.write(request, State.TRANSFERRING, report.released(request, self.now), request.decode)
         elif state is not State.FINISHED:  # that was written when it happened
             self.write(request, state, report.ended(request))
         self.emit(ev.RequestGone(request.request_id))
 
     # ---- loss
     def lose_decode(self, failure: ev.Failure) -> None:
-        """Nobody on D can go on with what is not installed there. What it has installed is between D and the client."""
+        """Nobody on D goes on: neither with what is not installed there, nor with what is, whose client D had to tell."""
         for request in list(self.requests.values()):
+            if request.is_handed_over:
+                request.failure = failure
             match request.state:
                 case Releasing() as state:
                     if not request.told:
                         self.stop(request, State.FAILED, failure)
                     state.on_decode = False
+                    state.then = State.FAILED if state.then is State.INSTALLED else state.then
                     self.settle(request)
                 case _ if request.is_handed_over:
-                    self.release(request, State.INSTALLED, on_decode=False)
+                    self.release(request, State.FAILED, on_decode=False)
                 case _:
                     self.stop(request, State.FAILED, failure, on_decode=False)
 
@@ -239,8 +242,9 @@ class Roster:
                 return State.FAILED
 
     # ---- effects
-    def write(self, request: Request, state: State, fields: report.Fields) -> None:
-        self.emit(ev.WriteTransition(request.request_id, state, request.attempt, request.next_step(state), fields))
+    def write(self, request: Request, state: State, fields: report.Fields, owner: str = "") -> None:
+        step = request.next_step(state)
+        self.emit(ev.WriteTransition(request.request_id, state, request.attempt, step, fields, owner))
 
     def emit(self, *effects: ev.Effect) -> None:
         self.effects += effects

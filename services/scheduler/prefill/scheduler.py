@@ -145,7 +145,7 @@ class PrefillScheduler:
         self.fleet.launch(step, self.clients.prompt)
 
     def _write(self, effect: ev.WriteTransition) -> None:
-        self._ledger.transition(effect.request_id, effect.state, effect.attempt, effect.step, **effect.fields)
+        self._ledger.transition(effect.request_id, effect.state, effect.attempt, effect.step, effect.owner, **effect.fields)
 
     def _lose(self, effect: ev.LoseEngine) -> None:
         if not self._stopping:
