@@ -114,7 +114,8 @@ class Generation:
                     emit(index, choice.finish(event.reason))
 
     def _note_refusal(self, stream: Stream, error: MeshError | asyncio.CancelledError) -> None:
-        """A request that the mesh never answered to is nobody else's to journal, unless another one has its id."""
+        """A request that the mesh never answered to, or that was lost with an engine, is nobody else's to journal, unless
+        another one has its id."""
         if stream.accepted or (isinstance(error, MeshError) and error.detail == ID_IN_USE):
             return
         cancelled = not isinstance(error, MeshError) or isinstance(error, Cancelled)

@@ -206,6 +206,20 @@ async def test_the_journal_has_what_the_mesh_got_and_what_it_refused_but_nothing
             assert redis.hget("k3:req:another", "state") == "RECEIVED"  # not ended by the one that came second
 
 
+async def test_a_request_whose_stream_breaks_is_failed_in_the_journal(gateway, redis_server):
+    gateway.mesh.script.hold_after = 2
+    async with asyncio.TaskGroup() as group:
+        broken = group.create_task(gateway.http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "broken"}))
+        await gateway.mesh.until(lambda mesh: len(mesh.live) == 1)
+        await gateway.mesh.stop()
+    assert (await broken).status_code == 503
+    async with asyncio.timeout(10):
+        with redis_server.client() as redis:
+            while redis.hget("k3:req:broken", "state") != "FAILED":
+                await asyncio.sleep(0.02)
+            assert redis.hget("k3:req:broken", "error") == "engine_lost" and not redis.keys("k3:live:*")
+
+
 async def test_metrics_count_tokens_and_times_and_show_the_schedulers(gateway):
     for _ in range(10):
         assert (await gateway.http.post("/v1/completions", json=COMPLETION | {"max_tokens": 5})).status_code == 200
