@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import redis.asyncio
 
 from tests.lib.mesh import Mesh
 
@@ -52,12 +53,45 @@ async def complete_all(mesh: Mesh, requests: list[list[int]], max_tokens: int, a
         return await asyncio.gather(*(one(prompt) for prompt in requests))
 
 
+async def attempt(mesh: Mesh, prompt: list[int], max_tokens: int = 60, **more: Any) -> Answer | int:
+    """The answer, or the status of the error: a well-formed one in any case; 0 if the gateway dies under it."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    try:
+        async with httpx.AsyncClient(base_url=mesh.url, timeout=60) as client:
+            response = await client.post("/v1/completions", json=body | more)
+    except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):
+        return 0
+    if response.status_code == 200:
+        choice = response.json()["choices"][0]
+        return Answer(prompt, choice["token_ids"], choice["finish_reason"])
+    error = response.json()["error"]
+    assert error["message"] and error["type"] and error["code"], error
+    return response.status_code
+
+
+async def health(mesh: Mesh) -> int:
+    """The status of GET /health; 0 where nobody answers."""
+    async with httpx.AsyncClient(base_url=mesh.url, timeout=5) as client:
+        try:
+            return (await client.get("/health")).status_code
+        except httpx.TransportError:
+            return 0
+
+
+async def until_health(mesh: Mesh, status: int = 200, within: float = 60.0) -> None:
+    async with asyncio.timeout(within):
+        while await health(mesh) != status:
+            await asyncio.sleep(0.1)
+
+
 async def in_use(mesh: Mesh) -> dict[str, dict[str, int]]:
-    """Counters of requests that are not zero, by process."""
+    """Counters of requests that are not zero, by process, and how many the journal holds as live, by owner."""
     left = {
         name: {key: inspection.counters[key] for key in LEFT_BY_REQUESTS if inspection.counters.get(key)}
         for name, inspection in (await mesh.inspect()).items()
     }
+    async with redis.asyncio.from_url(mesh.redis_url, decode_responses=True) as journal:
+        left["journal"] = {key: await journal.scard(key) async for key in journal.scan_iter("k3:live:*")}
     return {name: counters for name, counters in left.items() if counters}
 
 

@@ -44,6 +44,16 @@ class Mesh:
         """Process ids now, by names such as redis, gateway, prefill-0.scheduler, decode-0.worker-1, prefill-0.agent-3."""
         return self.state.processes()
 
+    def strays(self) -> set[int]:
+        """Children of this mesh's supervisor, of whatever generation, that it does not know any more."""
+        mark = f"K3MESH_PARENT={self.state.holder()}".encode()
+        found: set[int] = set()
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                if mark in environment.read_bytes().split(b"\0"):
+                    found.add(int(environment.parent.name))
+        return found - set(self.processes().values())
+
     def signal(self, name: str, number: int = signal.SIGKILL) -> None:
         os.kill(self.processes()[name], number)
 

@@ -1,0 +1,32 @@
+"""What must hold when a running mesh is hurt."""
+
+import asyncio
+from collections.abc import Callable
+
+from tests.lib.load import Answer, assert_nothing_left, attempt, prompts, until_health
+from tests.lib.mesh import Mesh
+
+TYPED = {502, 503, 504, 429}
+
+
+async def assert_survives(mesh: Mesh, hurt: Callable[[], None], within: float) -> list[Answer | int]:
+    """Hurt the mesh while eight requests are on their way -> how they ended: all by an answer or a typed error, within
+    `within` seconds. Afterwards the mesh heals, nothing is left, and it answers as before."""
+    await until_health(mesh)
+    truth = await attempt(mesh, [500, 600, 700], max_tokens=8)
+    running = [asyncio.ensure_future(attempt(mesh, prompt)) for prompt in prompts(8, [3, 300, 900], 1024, 9)]
+    await asyncio.sleep(0.5)
+    hurt()
+    async with asyncio.timeout(within):
+        ends = await asyncio.gather(*running)
+    assert all(isinstance(end, Answer) or end in TYPED | {0} for end in ends), ends
+    await assert_heals(mesh)
+    assert await attempt(mesh, [500, 600, 700], max_tokens=8) == truth
+    return ends
+
+
+async def assert_heals(mesh: Mesh) -> None:
+    """The mesh becomes ready again and holds nothing of what was; no process of an earlier life is left."""
+    await until_health(mesh)
+    await assert_nothing_left(mesh)
+    assert not mesh.strays(), "processes that nobody knows"
