@@ -2,6 +2,11 @@
 
 import asyncio
 import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +20,26 @@ from services.runtime import channels
 from services.runtime.rpc_server import RpcServer
 
 NAME = "k3mesh.v1.TransferControl"
+ROOT = Path(__file__).resolve().parents[2]
+SILENT = """
+import asyncio
+from k3mesh.v1 import transfer_pb2, transfer_pb2_grpc
+from services.runtime.rpc_server import RpcServer
+
+class Silent(transfer_pb2_grpc.TransferControlServicer):
+    async def Drive(self, requests, context):
+        yield transfer_pb2.AgentReport()
+        await asyncio.Event().wait()
+
+async def main():
+    add = transfer_pb2_grpc.add_TransferControlServicer_to_server
+    server = RpcServer("127.0.0.1:0", [(add, Silent(), "k3mesh.v1.TransferControl")])
+    await server.start()
+    print(server.address, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
 
 
 class Agent(transfer_pb2_grpc.TransferControlServicer):
@@ -78,3 +103,26 @@ async def test_a_port_in_use_is_one_clear_error(server):
     with pytest.raises(ConfigError, match=rf"--listen {server.address}: the address cannot be bound"):
         await second.start()
     await second.stop(0)
+
+
+async def test_a_stream_on_which_nothing_is_said_ends_when_its_server_is_stopped(monkeypatch):
+    """Pings must go on for as long as the stream does, and an answer that is missing must end it soon."""
+    times = {"grpc.keepalive_time_ms": 500, "grpc.keepalive_timeout_ms": 500, "grpc.http2.ping_timeout_ms": 500}
+    assert times.keys() <= dict(channels.CHANNEL_OPTIONS).keys()
+    monkeypatch.setattr(channels, "CHANNEL_OPTIONS", list((dict(channels.CHANNEL_OPTIONS) | times).items()))
+    server = subprocess.Popen([sys.executable, "-c", SILENT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        async with channels.open_channel(server.stdout.readline().strip()) as channel:
+            call = transfer_pb2_grpc.TransferControlStub(channel).Drive()
+            await call.read()
+            reading = asyncio.ensure_future(call.read())
+            await asyncio.wait([reading], timeout=3)  # of silence
+            assert not reading.done()
+            os.kill(server.pid, signal.SIGSTOP)
+            with pytest.raises(grpc.aio.AioRpcError):
+                async with asyncio.timeout(20):
+                    await reading
+    finally:
+        server.kill()
+        server.communicate()

@@ -57,7 +57,7 @@ async def attempt(mesh: Mesh, prompt: list[int], max_tokens: int = 60, **more: A
     """The answer, or the status of the error: a well-formed one in any case; 0 if the gateway dies under it."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
     try:
-        async with httpx.AsyncClient(base_url=mesh.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=mesh.url, timeout=300) as client:
             response = await client.post("/v1/completions", json=body | more)
     except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):
         return 0

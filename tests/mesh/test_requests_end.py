@@ -10,7 +10,7 @@ import redis.asyncio
 
 from k3mesh.client import Client, SamplingParams
 from k3mesh.errors import BadRequest, DeadlineExceeded
-from tests.lib.load import assert_nothing_left, complete, in_use, prompts
+from tests.lib.load import assert_nothing_left, complete, complete_all, in_use, prompts
 from tests.lib.mesh import Mesh
 
 LONG = {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
@@ -138,3 +138,46 @@ async def test_a_person_cancels_by_redis_and_sees_the_states(mesh: Mesh):
             assert await db.scard(f"k3:live:{owner}") == 0
     finally:
         await db.aclose()
+
+
+@pytest.mark.timeout(240)
+async def test_two_hundred_clients_that_drop_after_fifty_milliseconds_leave_nothing(mesh: Mesh):
+    async with httpx.AsyncClient(base_url=mesh.url, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+
+        async def drop(prompt: list[int]) -> None:
+            try:
+                async with asyncio.timeout(0.05):
+                    await client.post("/v1/completions", json={"prompt": prompt, **LONG, "max_tokens": 100})
+            except TimeoutError:
+                pass
+
+        await asyncio.gather(*(drop(prompt) for prompt in prompts(200, [1, 130, 300, 700], 1024, 13)))
+    await assert_nothing_left(mesh)
+
+
+@pytest.mark.timeout(240)
+async def test_after_a_storm_of_aborts_ten_requests_end_as_they_would_have_before(mesh: Mesh):
+    chance, requests = random.Random(14), prompts(10, [3, 300, 900], 1024, 15)
+    before = await complete_all(mesh, requests, max_tokens=6, at_once=10, ignore_eos=True)
+    async with httpx.AsyncClient(base_url=mesh.url, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+
+        async def abort(prompt: list[int]) -> None:
+            try:
+                async with asyncio.timeout(chance.uniform(0.05, 2)):
+                    await client.post("/v1/completions", json={"prompt": prompt, **LONG, "max_tokens": 400})
+            except TimeoutError:
+                pass
+
+        await asyncio.gather(*(abort(prompt) for prompt in prompts(60, [5, 400, 1400], 1024, 16)))
+    after = await complete_all(mesh, requests, max_tokens=6, at_once=10, ignore_eos=True)
+    assert [answer.tokens for answer in after] == [answer.tokens for answer in before]
+    await assert_nothing_left(mesh)
+
+
+@pytest.mark.timeout(240)
+async def test_sixty_four_at_once_get_the_answers_that_each_gets_alone(mesh: Mesh):
+    requests = prompts(16, [1, 7, 33, 127, 128, 129, 200, 257], 1024, 17)
+    alone = await complete_all(mesh, requests, max_tokens=8, at_once=1, ignore_eos=True)
+    together = await complete_all(mesh, requests * 4, max_tokens=8, at_once=64, ignore_eos=True)
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone] * 4
+    await assert_nothing_left(mesh)

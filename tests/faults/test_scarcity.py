@@ -1,0 +1,31 @@
+"""Caches of nearly nothing: requests wait or are turned away, and all of them end."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.lib.load import Answer, assert_nothing_left, attempt, prompts
+from tests.lib.mesh import running_mesh
+
+
+@pytest.mark.timeout(240)
+async def test_a_cache_of_one_request_serves_many_one_after_the_other(checkpoint: Path):
+    one = "--num-blocks 3 --max-num-seqs 2"  # two blocks, as a prompt of 200 takes
+    with running_mesh(checkpoint, f"--prefill={one}", f"--decode={one} --max-cudagraph-capture-size 1") as mesh:
+        requests = prompts(12, [200, 3, 128, 256, 130], 1024, 21)
+        ends = await asyncio.gather(*(attempt(mesh, prompt, max_tokens=20) for prompt in requests))
+        for prompt, end in zip(requests, ends, strict=True):  # 256 and 20 new ones never fit
+            assert end == 400 if len(prompt) == 256 else isinstance(end, Answer), (len(prompt), end)
+        await assert_nothing_left(mesh)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+async def test_answers_that_outgrow_the_cache_abort_the_newest_and_the_oldest_finishes(checkpoint: Path):
+    with running_mesh(checkpoint, "--decode=--num-blocks 13") as mesh:
+        long = [asyncio.ensure_future(attempt(mesh, [5, 6, n], max_tokens=1400)) for n in range(4)]
+        ends = await asyncio.gather(*long)
+        assert sorted(type(end) is int for end in ends) == [False, False, True, True], ends  # one on each replica
+        assert {end for end in ends if isinstance(end, int)} == {524}
+        await assert_nothing_left(mesh)
