@@ -218,7 +218,7 @@ class Stream:
 
     def __init__(self, request_id: str, prefill_call: Any, attach: Any, address: str):
         self.request_id = request_id
-        self.accepted = False  # the mesh has answered: it keeps the request's journal, unless it breaks before it has told the end
+        self.accepted = False  # the mesh keeps the request's journal: it has answered, and the stream did not break since
         self._prefill = prefill_call
         self._decode: Any = None
         self._attach = attach
@@ -266,7 +266,7 @@ class Stream:
                     case _:  # queued, or an event of a newer mesh
                         continue
             else:
-                raise self._broken(EngineLost(f"the stream of {self.request_id} from {self._address} ended without a result; try again"))
+                raise self._broken(self._unfinished())
             async for message in self._read(self._decode, self._address):
                 match message.WhichOneof("event"):
                     case "tokens":
@@ -278,7 +278,7 @@ class Stream:
                         raise from_code(message.failure.code, message.failure.message, message.failure.detail)
                     case _:
                         continue
-            raise self._broken(EngineLost(f"the stream of {self.request_id} from {self._address} ended without a result; try again"))
+            raise self._broken(self._unfinished())
         finally:
             await self.cancel()
             self._ended = True
@@ -294,6 +294,9 @@ class Stream:
             if task is not None and task.cancelling():
                 raise  # it is the caller's own task that ends, not the call
             raise Cancelled(f"{self.request_id} was cancelled") from None
+
+    def _unfinished(self) -> MeshError:
+        return EngineLost(f"the stream of {self.request_id} from {self._address} ended without a result; try again")
 
     def _broken(self, error: MeshError) -> MeshError:
         if isinstance(error, EngineLost):
