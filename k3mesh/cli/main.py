@@ -1,22 +1,12 @@
 """The `k3mesh` command: a table of sub-commands, each imported when it is called."""
 
-import importlib
 import os
 import sys
-from dataclasses import dataclass
 
+from k3mesh.cli.commands import EXIT_CONFIG, Command, call
 from k3mesh.errors import ConfigError, MeshError
 
-EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """Where `main(argv) -> exit code` of a sub-command is, and what it does."""
-
-    module: str
-    summary: str
-
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
 COMMANDS = {
     "up": Command("services.launch.up", "start a mesh on this machine and leave it running"),
@@ -28,6 +18,7 @@ COMMANDS = {
     "serve": Command("services.launch.serve", "run one node of one engine"),
     "check": Command("services.launch.check", "check flags offline and print the plan"),
     "make-checkpoint": Command("services.launch.make_checkpoint", "write a random K3 checkpoint"),
+    "bench": Command("services.launch.bench.main", "measure; `k3mesh bench --help` lists what"),
 }
 
 
@@ -38,15 +29,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str]) -> int:
     """-> exit code. Failures are one line, `error: what, which value, what to do`."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_help(), file=sys.stdout if argv else sys.stderr)
-        return 0 if argv else EXIT_CONFIG
-    name, *rest = argv
-    command = COMMANDS.get(name)
-    if command is None:
-        return _failed(ConfigError(f"k3mesh {name}: no such command; `k3mesh --help` lists them"))
     try:
-        code = int(importlib.import_module(command.module).main(rest) or 0)
+        code = call("k3mesh", COMMANDS, argv)
         sys.stdout.flush()
         return code
     except MeshError as error:
@@ -56,22 +40,11 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:  # `k3mesh check | head`: nobody reads on, and Python's flush at exit must not complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "services":
-            raise
-        return _failed(
-            ConfigError(f"k3mesh {name}: the services are not installed here; run it from a checkout (`make setup`)")
-        )
 
 
 def _failed(error: MeshError) -> int:
     print(" ".join(f"error: {error.message}".split()), file=sys.stderr)
     return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
-
-
-def _help() -> str:
-    lines = [f"  {name:<16} {command.summary}" for name, command in COMMANDS.items()]
-    return "usage: k3mesh COMMAND [flags]\n\n" + "\n".join(lines) + "\n\n`k3mesh COMMAND --help` lists a command's flags."
 
 
 if __name__ == "__main__":
