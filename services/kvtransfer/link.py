@@ -17,6 +17,7 @@ from services.kvtransfer import wire
 from services.kvtransfer.messages import FromPeer, Link, PeerMessage
 from services.runtime import channels
 from services.runtime.telemetry import log
+from services.runtime.wire import placement, read_placement
 
 MISSED_BEATS = 2
 HELLO_S = 10.0
@@ -47,7 +48,7 @@ class PeerLink:
         self._out.put_nowait(
             transfer_pb2.PeerMessage(
                 hello=transfer_pb2.PeerHello(
-                    placement=wire.placement(hello.placement),
+                    placement=placement(hello.placement),
                     ucx_address=hello.ucx_address,
                     link_id=hello.link_id,
                     link_epoch=hello.link_epoch,
@@ -96,9 +97,7 @@ class PeerLink:
         if message.WhichOneof("message") != "hello":
             raise ConfigError("the first message of a link is PeerHello; run the same release on both engines")
         hello = message.hello
-        return Hello(
-            wire.read_placement(hello.placement), hello.ucx_address, hello.link_id, hello.link_epoch, hello.frame_bytes
-        )
+        return Hello(read_placement(hello.placement), hello.ucx_address, hello.link_id, hello.link_epoch, hello.frame_bytes)
 
     async def read(self, source: AsyncIterator[transfer_pb2.PeerMessage], deliver: Callable[[FromPeer], None]) -> None:
         """Hand every message on until the link ends, from either side or by silence. Ends it, and never raises."""

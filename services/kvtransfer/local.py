@@ -1,14 +1,11 @@
-"""The worker's line to its agent: a Unix socket of mode 0600 that the worker connects to once.
-
-[u32 length, little-endian][LocalMessage] frames. The first is `export`, and the descriptors of the record's arenas, in its
-order, ride on its length. We answer it with one byte. The end of the socket is the death of the worker.
+"""The agent's end of the worker's line: a Unix socket of mode 0600 that the worker connects to once. The protocol is
+runtime.worker_line's; the end of the socket is the death of the worker.
 """
 
 import asyncio
 import mmap
 import os
 import socket
-import struct
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -16,12 +13,10 @@ from typing import Any
 from k3mesh.errors import ConfigError, EngineLost
 from k3mesh.v1 import transfer_pb2
 from services.contracts.placement import Placement
-from services.kvtransfer import wire
+from services.runtime.wire import read_placement
+from services.runtime.worker_line import ACCEPTED, LENGTH, MESSAGE_LIMIT, read_notice
 
-LENGTH = struct.Struct("<I")
-MESSAGE_LIMIT = 16 << 20
 ARENAS_LIMIT = 16
-ACCEPTED = b"\x01"
 
 
 class WorkerSocket:
@@ -68,7 +63,7 @@ class WorkerSocket:
         try:
             if message.WhichOneof("message") != "export":
                 raise ConfigError("the worker's first message is not its export; run the same release in all processes")
-            placement = wire.read_placement(message.export)
+            placement = read_placement(message.export)
             placement.check()
             return placement, _map(placement, fds)
         finally:
@@ -86,7 +81,7 @@ class WorkerSocket:
         try:
             while True:
                 length = _length(await self._reader.readexactly(LENGTH.size))
-                deliver(wire.read_local(transfer_pb2.LocalMessage.FromString(await self._reader.readexactly(length))))
+                deliver(read_notice(transfer_pb2.LocalMessage.FromString(await self._reader.readexactly(length))))
         except (OSError, asyncio.IncompleteReadError) as error:
             raise EngineLost("this rank's worker is gone; the engine must restart") from error
 

@@ -1,4 +1,4 @@
-"""What the sessions say and hear: messages of schedulers, peers and the worker, events of the shell, effects (pure).
+"""What the sessions say and hear: messages of schedulers and peers, events of the shell, effects (pure).
 
 Names and meanings of messages are those of transfer.proto; wire.py converts.
 """
@@ -6,6 +6,7 @@ Names and meanings of messages are those of transfer.proto; wire.py converts.
 from dataclasses import dataclass
 from typing import NewType
 
+from services.contracts.barriers import Handoff
 from services.contracts.messages import Failure
 from services.contracts.placement import Manifest, Placement
 from services.kvtransfer.credits import FrameId
@@ -108,13 +109,6 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Handoff:
-    token: int
-    window: tuple[int, ...]
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class StageDone:
     room: Room
     attempt: int
@@ -131,45 +125,9 @@ class StageAck:
     attempt: int
 
 
-# ---- worker -> its agent
-@dataclass(frozen=True, slots=True)
-class LocalRow:
-    room: Room
-    start: int
-    end: int
-    last: bool
-    slot: int
-    new_blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkStarted:
-    step_id: int
-    rows: tuple[LocalRow, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FieldsReady:
-    step_id: int
-    lo: int
-    hi: int
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffReady:
-    room: Room
-    handoff: Handoff
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetLocal:
-    rooms: tuple[Room, ...]
-
-
 PeerMessage = Offer | OfferReply | FrameBatch | Grant | StageDone | StageAck | CancelRoom | Drained
 Report = RoomReady | RankReady | SourceReleased | RoomFailed | Drained
 Command = Manifest | CancelRoom
-LocalMessage = ChunkStarted | FieldsReady | HandoffReady | ForgetLocal
 
 
 # ---- events of the shell

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from services.contracts.barriers import Handoff
 from services.contracts.geometry import PAGED
 from services.contracts.placement import Manifest, Placement
 from services.kvtransfer import messages as m
@@ -50,7 +51,7 @@ class Source:
     offered_bytes: int = 0
     offered_frames: int = 0
     complete: bool = False  # the last barrier of the last chunk has passed
-    handoff: m.Handoff | None = None
+    handoff: Handoff | None = None
     done: bool = False  # StageDone is out
     progress_at: float = 0.0
     held: set[FrameId] = field(default_factory=set[FrameId])
@@ -130,7 +131,7 @@ class Sink:
     phase: Phase = Phase.BOOTSTRAPPING
     first_byte: float = 0.0
     last_byte: float = 0.0
-    handoff: m.Handoff | None = None
+    handoff: Handoff | None = None
     # of a failed room
     awaited: set[m.Link] = field(default_factory=set[m.Link])  # their Drained is outstanding
     waiting: set[m.Link] = field(default_factory=set[m.Link])  # for our Drained

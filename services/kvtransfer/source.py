@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 from k3mesh.errors import TransferFailed
+from services.contracts.barriers import ChunkStarted, FieldsReady, ForgetLocal, HandoffReady
 from services.contracts.geometry import PAGED, blocks_for
 from services.contracts.placement import Manifest, Placement, chunk_positions
 from services.kvtransfer import messages as m
@@ -22,10 +23,10 @@ class SourceSession(Session):
         m.LinkUp: "_link_up",
         m.LinkLost: "_link_lost",
         m.CancelRoom: "_cancel",
-        m.ChunkStarted: "_chunk",
-        m.FieldsReady: "_ready",
-        m.HandoffReady: "_handoff",
-        m.ForgetLocal: "_forget",
+        ChunkStarted: "_chunk",
+        FieldsReady: "_ready",
+        HandoffReady: "_handoff",
+        ForgetLocal: "_forget",
         m.Gathered: "_gathered",
         m.Sent: "_sent",
     }
@@ -100,7 +101,7 @@ class SourceSession(Session):
         return None
 
     # ---- the worker's barriers
-    def _chunk(self, event: m.ChunkStarted) -> None:
+    def _chunk(self, event: ChunkStarted) -> None:
         rows: list[tuple[m.Room, range, bool]] = []
         for row in event.rows:
             source = self._rooms.get(row.room)
@@ -114,7 +115,7 @@ class SourceSession(Session):
             rows.append((row.room, chunk_positions(source.manifest, row.start, row.end, first, row.last), row.last))
         self._steps[event.step_id] = rows
 
-    def _ready(self, event: m.FieldsReady) -> None:
+    def _ready(self, event: FieldsReady) -> None:
         steps = self.placement.producer_steps
         over = event.hi >= len(steps)
         rows = self._steps.pop(event.step_id, []) if over else self._steps.get(event.step_id, [])
@@ -144,14 +145,14 @@ class SourceSession(Session):
         source.complete = True
         self._finish(room, source)
 
-    def _handoff(self, event: m.HandoffReady) -> None:
+    def _handoff(self, event: HandoffReady) -> None:
         source = self._rooms.get(event.room)
         if source is None or source.phase is Phase.FAILED:
             return
         source.handoff = event.handoff
         self._finish(event.room, source)
 
-    def _forget(self, event: m.ForgetLocal) -> None:
+    def _forget(self, event: ForgetLocal) -> None:
         """Nothing to do: a room's table goes with the room."""
 
     # ---- frames

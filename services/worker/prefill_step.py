@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from k3mesh.errors import Internal
+from services.contracts.barriers import ChunkStarted, FieldsReady, ForgetLocal, Handoff, HandoffReady, LocalRow, Notice
 from services.contracts.geometry import blocks_for
 from services.contracts.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT
 from services.worker.hop import StageBoundary
@@ -23,15 +24,9 @@ from services.worker.speculative.drafter import Drafter
 from services.worker.speculative.sampling import sample
 from services.worker.wire import (
     ChunkRow,
-    ChunkStarted,
     Command,
-    FieldsReady,
     FirstToken,
-    ForgetLocal,
     ForgetRooms,
-    HandoffReady,
-    LocalRow,
-    Notice,
     PrefillStep,
     StepDone,
 )
@@ -168,7 +163,7 @@ class PrefillStage:
         done: list[FirstToken] = []
         for index, token, window in zip(ends, tokens, windows, strict=True):
             room = rows[index].room
-            self._post(HandoffReady(room, token, window, self._rooms[room].cached_tokens))
+            self._post(HandoffReady(room, Handoff(token, window, self._rooms[room].cached_tokens)))
             done.append(FirstToken(room, token, window))
         return tuple(done)
 

@@ -1,11 +1,10 @@
-"""The worker's messages: what its scheduler asks, what it reports, what its agent learns. Protobuf stops here."""
+"""The worker's messages: what its scheduler asks, what it reports. Protobuf stops here."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 from k3mesh.errors import Internal
-from k3mesh.v1 import common_pb2, transfer_pb2, worker_pb2
-from services.contracts.placement import Placement
+from k3mesh.v1 import common_pb2, worker_pb2
 from services.worker.speculative.sampling import Sampling
 
 # ---- scheduler -> worker
@@ -215,115 +214,3 @@ def report(it: Report) -> worker_pb2.WorkerReport:
                 round_id=it.round_id, replica=it.replica, tokens=tokens, started=it.started, ended=it.ended
             )
             return worker_pb2.WorkerReport(round=done)
-
-
-# ---- worker -> its agent
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    placement: Placement
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRow:
-    room: int
-    start: int
-    end: int
-    last: bool
-    slot: int
-    new_blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkStarted:
-    step_id: int
-    rows: tuple[LocalRow, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FieldsReady:
-    """Producer steps [lo, hi) of the stage have written the caches of this engine step."""
-
-    step_id: int
-    lo: int
-    hi: int
-
-
-@dataclass(frozen=True, slots=True)
-class HandoffReady:
-    room: int
-    token: int
-    window: tuple[int, ...]
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetLocal:
-    rooms: tuple[int, ...]
-
-
-Notice = Export | ChunkStarted | FieldsReady | HandoffReady | ForgetLocal
-
-
-def local_message(it: Notice) -> transfer_pb2.LocalMessage:
-    match it:
-        case Export():
-            return transfer_pb2.LocalMessage(export=_placement(it.placement))
-        case ChunkStarted():
-            rows = [
-                transfer_pb2.LocalRow(
-                    room=row.room, start=row.start, end=row.end, last=row.last, slot=row.slot, new_blocks=row.new_blocks
-                )
-                for row in it.rows
-            ]
-            return transfer_pb2.LocalMessage(chunk=transfer_pb2.ChunkStarted(step_id=it.step_id, rows=rows))
-        case FieldsReady():
-            return transfer_pb2.LocalMessage(ready=transfer_pb2.FieldsReady(step_id=it.step_id, lo=it.lo, hi=it.hi))
-        case HandoffReady():
-            handoff = transfer_pb2.Handoff(token=it.token, window=it.window, cached_tokens=it.cached_tokens)
-            return transfer_pb2.LocalMessage(handoff=transfer_pb2.HandoffReady(room=it.room, handoff=handoff))
-        case ForgetLocal():
-            return transfer_pb2.LocalMessage(forget=transfer_pb2.ForgetLocal(rooms=it.rooms))
-
-
-def _placement(it: Placement) -> transfer_pb2.Placement:
-    return transfer_pb2.Placement(
-        contract=it.contract,
-        engine_id=it.engine_id,
-        role=it.role,
-        engine_epoch=it.engine_epoch,
-        stage=it.stage,
-        num_stages=it.num_stages,
-        tp_rank=it.tp_rank,
-        tp_size=it.tp_size,
-        dp_rank=it.dp_rank,
-        dp_size=it.dp_size,
-        global_rank=it.global_rank,
-        model_fingerprint=it.model_fingerprint,
-        draft_fingerprint=it.draft_fingerprint,
-        block_tokens=it.block_tokens,
-        num_blocks=it.num_blocks,
-        num_slots=it.num_slots,
-        verify_width=it.verify_width,
-        speculative_algorithm=it.speculative_algorithm,
-        layer_lo=it.layer_lo,
-        layer_hi=it.layer_hi,
-        arenas=[transfer_pb2.Arena(arena_id=a.arena_id, name=a.name, length=a.length) for a in it.arenas],
-        fields=[
-            transfer_pb2.Field(
-                field_id=field.field_id,
-                layer=field.layer,
-                kind=field.kind,
-                dtype=field.dtype,
-                shape=field.shape,
-                arena_id=field.arena_id,
-                offset=field.offset,
-                unit_stride=field.unit_stride,
-                payload=field.payload,
-                parts=field.parts,
-            )
-            for field in it.fields
-        ],
-        fingerprint=it.fingerprint,
-    )

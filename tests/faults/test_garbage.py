@@ -23,7 +23,7 @@ from k3mesh.v1 import (
     worker_pb2_grpc,
 )
 from services.contracts.placement import Placement
-from services.kvtransfer import wire
+from services.runtime import wire
 from tests.lib.load import assert_nothing_left, attempt
 from tests.lib.mesh import Mesh, running_mesh
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from k3mesh.errors import Internal
+from services.contracts.barriers import FieldsReady, HandoffReady
 from services.worker.speculative.sampling import Sampling
-from services.worker.wire import FieldsReady, HandoffReady
 from tests.lib.drafted import Checkpoints, ForcedDrafter, Job, SpeculativeRank
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
@@ -194,7 +194,7 @@ def test_the_draft_barrier_is_the_last_before_the_handoff(rank: SpeculativeRank)
     (index,) = [n for n, notice in enumerate(rank.notices) if isinstance(notice, HandoffReady)]
     before, handoff = rank.notices[index - 1], rank.notices[index]
     assert isinstance(before, FieldsReady) and before.hi == layers + 1
-    assert isinstance(handoff, HandoffReady) and handoff.window == first.window
+    assert isinstance(handoff, HandoffReady) and handoff.handoff.window == first.window
 
 
 def test_idle_rounds_touch_no_live_unit(rank: SpeculativeRank):

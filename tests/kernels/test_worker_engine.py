@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from k3mesh.errors import EngineLost, Internal
+from services.contracts.barriers import ChunkStarted, FieldsReady, ForgetLocal, Handoff, HandoffReady, LocalRow, Notice
 from services.contracts.geometry import Geometry, blocks_for
 from services.contracts.placement import place as place_fields
 from services.worker.cache.pools import DTYPES, Pools, allocate
@@ -25,15 +26,9 @@ from services.worker.speculative.sampling import Sampling, sample
 from services.worker.wire import (
     BlockDelta,
     ChunkRow,
-    ChunkStarted,
     Command,
-    FieldsReady,
-    ForgetLocal,
     ForgetRooms,
-    HandoffReady,
-    LocalRow,
     Mode,
-    Notice,
     PlaceInstall,
     PrefillStep,
     Report,
@@ -288,7 +283,7 @@ async def test_barriers_follow_the_interval_between_chunk_and_handoff(shared_ran
     assert rank.notices[: len(expected) + 3] == [
         ChunkStarted(1, (LocalRow(77, 0, 3, True, 6, (4,)),)),
         *[FieldsReady(1, lo, hi) for lo, hi in expected],
-        HandoffReady(77, token, (token,), 0),
+        HandoffReady(77, Handoff(token, (token,), 0)),
         ForgetLocal((77,)),
     ]
 

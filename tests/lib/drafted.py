@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from services.contracts.barriers import Notice
 from services.contracts.draft import Draft, parse_draft_config, parse_nextn_config
 from services.contracts.geometry import BLOCK_TOKENS, Geometry, blocks_for
 from services.contracts.model import ModelConfig
@@ -35,7 +36,6 @@ from services.worker.wire import (
     FirstToken,
     ForgetRooms,
     Mode,
-    Notice,
     PlaceInstall,
     PrefillStep,
     RoundPlan,

@@ -21,13 +21,14 @@ import grpc.aio
 import numpy as np
 
 from k3mesh.v1 import common_pb2, request_pb2, transfer_pb2, transfer_pb2_grpc
+from services.contracts import barriers
 from services.contracts.geometry import PAGED, Geometry, blocks_for
 from services.contracts.ids import BLOCK_TOKENS, BlockId, RequestId, Room, SlotId
 from services.contracts.model import ModelConfig, parse_model_config
 from services.contracts.placement import Manifest, Placement, place
 from services.contracts.topology import Topology, even_partition
-from services.kvtransfer import wire
 from services.kvtransfer.session import Limits
+from services.runtime import wire
 from services.runtime.channels import open_channel
 from tests.lib.k3 import CONFIG
 
@@ -299,20 +300,20 @@ class Handoff:
                 self._run(stage, start, end, last, new)
 
     def _run(self, stage: AgentProcess, start: int, end: int, last: bool, new: list[int]) -> None:
-        from services.worker.wire import ChunkStarted, FieldsReady, HandoffReady, LocalRow
-
         step_id = STEPS.setdefault(id(stage), 0) + 1
         STEPS[id(stage)] = step_id
         steps = stage.placement.producer_steps
-        stage.worker.post(ChunkStarted(step_id, (LocalRow(self.room, start, end, last, self.slot, tuple(new)),)))
+        stage.worker.post(
+            barriers.ChunkStarted(step_id, (barriers.LocalRow(self.room, start, end, last, self.slot, tuple(new)),))
+        )
         for lo in range(0, len(steps), self.interval):
             hi = min(lo + self.interval, len(steps))
             for index in (index for step in steps[lo:hi] for index in step):
                 units = self.table[start // BLOCK_TOKENS : blocks_for(end)]
                 self.fill(stage, index, units if stage.placement.fields[index].kind == PAGED else [self.slot])
-            stage.worker.post(FieldsReady(step_id, lo, hi))
+            stage.worker.post(barriers.FieldsReady(step_id, lo, hi))
         if last and stage is self.mesh.stages[-1]:
-            stage.worker.post(HandoffReady(self.room, self.token, (self.token,), self.cached))
+            stage.worker.post(barriers.HandoffReady(self.room, barriers.Handoff(self.token, (self.token,), self.cached)))
 
     @property
     def token(self) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from services.contracts.barriers import ChunkStarted, FieldsReady, ForgetLocal, Handoff, HandoffReady, LocalRow
 from services.contracts.events import DeadlinePassed
 from services.kvtransfer import messages as m
 from services.kvtransfer.session import Limits, Session, Tombstones
@@ -78,7 +79,7 @@ class Receiving:
             for first in range(count):
                 out += self.install(self.hear(link, self.frame(seq, (field, first, 1), stage=stage)))
                 seq += 1
-        handoff = m.Handoff(3, (3,), 0) if stage else None
+        handoff = Handoff(3, (3,), 0) if stage else None
         return out, m.StageDone(ROOM, 1, stage, self.stages[stage].expected_bytes(3), seq, 5, handoff)
 
 
@@ -165,8 +166,8 @@ def test_a_message_against_the_contract_fails_the_room_on_both_sides(make: Any, 
     assert not [effect for effect in effects if isinstance(effect, m.Receive)]
 
 
-@pytest.mark.parametrize("handoff", [None, m.Handoff(3, (), 0), m.Handoff(3, (4,), 0), m.Handoff(3, (3, 4), 0)])
-def test_a_last_stage_without_the_right_window_fails_the_room(handoff: m.Handoff | None):
+@pytest.mark.parametrize("handoff", [None, Handoff(3, (), 0), Handoff(3, (4,), 0), Handoff(3, (3, 4), 0)])
+def test_a_last_stage_without_the_right_window_fails_the_room(handoff: Handoff | None):
     it = Receiving()
     _, done = it.whole_stage(2)
     assert code(it.hear(2, replace(done, handoff=handoff))) == "PD_CAND"
@@ -175,7 +176,7 @@ def test_a_last_stage_without_the_right_window_fails_the_room(handoff: m.Handoff
 def test_a_first_token_from_another_stage_fails_the_room():
     it = Receiving()
     _, done = it.whole_stage(1)
-    assert code(it.hear(1, replace(done, handoff=m.Handoff(3, (3,), 0)))) == "PD_CAND"
+    assert code(it.hear(1, replace(done, handoff=Handoff(3, (3,), 0)))) == "PD_CAND"
 
 
 def test_a_second_end_of_a_stage_is_dropped_if_it_is_the_same_and_fails_the_room_if_not():
@@ -281,10 +282,10 @@ class Sending:
 
     def chunk(self, start: int, end: int, blocks: tuple[int, ...], last: bool = False, step: int = 1) -> list[Any]:
         """All barriers of one chunk -> the gathers that they cause."""
-        row = m.LocalRow(ROOM, start, end, last, 4, blocks)
-        effects = self.session.apply(m.ChunkStarted(step, (row,)), 1)
+        row = LocalRow(ROOM, start, end, last, 4, blocks)
+        effects = self.session.apply(ChunkStarted(step, (row,)), 1)
         for lo in range(self.steps):
-            effects += self.session.apply(m.FieldsReady(step, lo, lo + 1), 1)
+            effects += self.session.apply(FieldsReady(step, lo, lo + 1), 1)
         self.session.check()
         return [effect for effect in effects if isinstance(effect, m.Gather)]
 
@@ -350,15 +351,13 @@ def complete(it: Sending) -> list[Any]:
         it.hear(m.Grant(ROOM, (frame.seq,)))
         more = it.session.apply(m.Sent(gathers[0].frame), 1)
         gathers = [*gathers[1:], *(effect for effect in more if isinstance(effect, m.Gather))]
-    return it.session.apply(m.HandoffReady(ROOM, m.Handoff(3, (3,), 128)), 1)
+    return it.session.apply(HandoffReady(ROOM, Handoff(3, (3,), 128)), 1)
 
 
 def test_the_end_of_the_last_stage_waits_for_the_first_token_and_release_for_the_acknowledgement():
     it = Sending()
     (done,) = said(complete(it), 1)
-    assert (
-        done.handoff == m.Handoff(3, (3,), 128) and done.bytes == it.session.placement.expected_bytes(3) and done.slot_gen == 5
-    )
+    assert done.handoff == Handoff(3, (3,), 128) and done.bytes == it.session.placement.expected_bytes(3) and done.slot_gen == 5
     assert it.hear(m.StageAck(ROOM, 2)) == [], "another attempt's"
     assert reports(it.hear(m.StageAck(ROOM, 1))) == [m.SourceReleased(ROOM, done.bytes)]
     assert it.hear(m.StageAck(ROOM, 1)) == [] and it.session.totals["stale_messages"] == 2
@@ -372,9 +371,9 @@ def test_an_early_acknowledgement_releases_nothing():
 
 def test_barriers_that_do_not_cover_the_stage_fail_the_room():
     it = Sending()
-    row = m.LocalRow(ROOM, 0, 300, True, 4, (10, 11, 12))
-    it.session.apply(m.ChunkStarted(1, (row,)), 1)
-    effects = it.session.apply(m.FieldsReady(1, 1, it.steps), 1)
+    row = LocalRow(ROOM, 0, 300, True, 4, (10, 11, 12))
+    it.session.apply(ChunkStarted(1, (row,)), 1)
+    effects = it.session.apply(FieldsReady(1, 1, it.steps), 1)
     assert code(effects) == "PD_BYTES"
 
 
@@ -408,8 +407,8 @@ def test_rows_of_a_stopped_room_go_by_and_cost_nothing():
     it = Sending()
     it.hear(m.CancelRoom(ROOM, "test"))
     assert it.chunk(0, 300, (10, 11, 12), last=True) == []
-    assert it.session.apply(m.HandoffReady(ROOM, m.Handoff(3, (3,), 0)), 2) == []
-    it.session.apply(m.ForgetLocal((ROOM,)), 2)
+    assert it.session.apply(HandoffReady(ROOM, Handoff(3, (3,), 0)), 2) == []
+    it.session.apply(ForgetLocal((ROOM,)), 2)
     assert not any(value for key, value in it.session.counters().items() if key != "links")
 
 

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from services.contracts.barriers import ChunkStarted, FieldsReady, Handoff, HandoffReady, LocalRow
 from services.contracts.events import DeadlinePassed
 from services.contracts.geometry import PAGED, blocks_for
 from services.contracts.ids import BLOCK_TOKENS
@@ -302,8 +303,8 @@ class Transfers(RuleBasedStateMachine):
             count = len(place.producer_steps)
             job.steps[stage] = deque((self.step_id, lo, lo + 1) for lo in range(count))
             self.versions[room, stage] += 1
-            row = m.LocalRow(room, start, job.end, last, 3, new)
-            self.apply(stage, m.ChunkStarted(self.step_id, (row,)))
+            row = LocalRow(room, start, job.end, last, 3, new)
+            self.apply(stage, ChunkStarted(self.step_id, (row,)))
 
     def barriers(self) -> list[tuple[int, int]]:
         return sorted((room, stage) for room, job in self.jobs.items() for stage, left in job.steps.items() if left)
@@ -311,11 +312,11 @@ class Transfers(RuleBasedStateMachine):
     def pass_barrier(self, room: int, stage: int) -> None:
         job = self.jobs[room]
         step, lo, hi = job.steps[stage].popleft()
-        self.apply(stage, m.FieldsReady(step, lo, hi))
+        self.apply(stage, FieldsReady(step, lo, hi))
         over = not job.steps[stage] and job.end == job.manifest.prompt_tokens
         if over and stage == STAGES - 1 and not job.handoff:
             job.handoff = True
-            self.apply(stage, m.HandoffReady(room, m.Handoff(room % 1000, (room % 1000,), 0)))
+            self.apply(stage, HandoffReady(room, Handoff(room % 1000, (room % 1000,), 0)))
 
     def lose_link(self, link: int) -> None:
         """One link breaks; D gives up the whole pairing, and every prefill agent sees its link end."""

@@ -12,7 +12,6 @@ from google.protobuf.message import Message
 
 from k3mesh.errors import Internal
 from k3mesh.v1 import worker_pb2
-from services.contracts.placement import Arena, FieldPlace, Placement
 from services.worker import wire
 from services.worker.speculative.sampling import Sampling
 
@@ -111,35 +110,6 @@ def test_every_field_of_a_report_is_written(kind: str, report: wire.Report):
 def test_every_field_of_the_hello_is_written():
     it = wire.WorkerHello("p", 5, 1, 100, 9, "abc", "k3", 512, (1, 2), 4096)
     assert_same(wire.hello(it), it)
-
-
-FIELD = FieldPlace("t.0.kda_conv", 4, "slot", "bfloat16", (6, 3), 1, 64, 128, 36, (2, 2, 2))
-PLACEMENT = Placement(
-    engine_id="p", role="prefill", engine_epoch=1, stage=2, num_stages=3, tp_rank=4, tp_size=5, dp_rank=6, dp_size=7,
-    global_rank=8, model_fingerprint="m", draft_fingerprint="d", num_blocks=9, num_slots=10, verify_width=11,
-    speculative_algorithm="NONE", layer_lo=12, layer_hi=13, arenas=(Arena(1, "mla", 14),), fields=(FIELD,),
-)  # fmt: skip
-NOTICES = [
-    ("export", wire.Export(PLACEMENT), PLACEMENT),
-    ("chunk", it := wire.ChunkStarted(3, (wire.LocalRow(1, 2, 3, True, 4, (5, 6)),)), it),
-    ("ready", it := wire.FieldsReady(3, 1, 2), it),
-    ("forget", it := wire.ForgetLocal((4, 5)), it),
-]
-
-
-@pytest.mark.parametrize(("kind", "notice", "content"), NOTICES)
-def test_every_field_of_a_notice_is_written(kind: str, notice: wire.Notice, content: Any):
-    assert_same(getattr(wire.local_message(notice), kind), content)
-
-
-def test_a_handoff_carries_token_window_and_what_was_cached():
-    message = wire.local_message(wire.HandoffReady(6, 7, (7, 8), 128)).handoff
-    assert (message.room, message.handoff.token, list(message.handoff.window), message.handoff.cached_tokens) == (
-        6,
-        7,
-        [7, 8],
-        128,
-    )
 
 
 def test_seeds_of_64_bits_survive():

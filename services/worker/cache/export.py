@@ -1,20 +1,16 @@
 """The worker's line to its own transfer agent: first the arenas and where each field lies in them, then what happens to rooms.
-
-Unix stream socket, worker connects. [u32 length, little-endian][LocalMessage] frames; the arenas' memfds ride on the length
-of the first one, `export`. The agent answers the export with one byte and nothing after. The end of the socket is the end
-of the epoch, on both sides.
+The protocol is runtime.worker_line's.
 """
 
 import asyncio
 import socket
-import struct
 
 from k3mesh.errors import ConfigError, EngineLost
+from services.contracts.barriers import Notice
+from services.runtime import worker_line
+from services.runtime.worker_line import ACCEPTED, LENGTH
 from services.worker.cache.pools import Pools
-from services.worker.wire import Export, Notice, local_message
 
-ACCEPTED = b"\x01"
-LENGTH = struct.Struct("<I")
 RETRY_S = 0.05
 
 
@@ -29,7 +25,7 @@ class AgentLink:
     async def open(cls, path: str, pools: Pools, deadline: float) -> "AgentLink":
         """Connect and export within `deadline` seconds. ConfigError if no agent listens, EngineLost if it does not accept."""
         link = await _connect(path, deadline)
-        message = local_message(Export(pools.placement)).SerializeToString()
+        message = worker_line.export(pools.placement).SerializeToString()
         try:
             async with asyncio.timeout(deadline):
                 socket.send_fds(link, [LENGTH.pack(len(message))], list(pools.fds))
@@ -46,7 +42,7 @@ class AgentLink:
 
     def post(self, notice: Notice) -> None:
         """Tell the agent, in the order of calls. From any thread; never waits."""
-        data = local_message(notice).SerializeToString()
+        data = worker_line.notice(notice).SerializeToString()
         self._loop.call_soon_threadsafe(self._writer.write, LENGTH.pack(len(data)) + data)
 
     async def watch(self) -> None:
