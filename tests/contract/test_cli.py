@@ -11,6 +11,7 @@ from k3mesh.cli import inspect
 from k3mesh.cli.main import COMMANDS, run
 from services.contracts.lifecycle import RANK, State
 from services.launch import make_checkpoint
+from services.launch.bench.main import BENCHES
 from services.launch.state import StateDir
 from services.runtime.ledger import Ledger
 from tests.lib.mesh import short_folder
@@ -45,9 +46,9 @@ def test_help_lists_every_command_and_starts_quickly_without_loading_them():
     assert "services" not in modules and "torch" not in modules and "grpc" not in modules
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS])
+@pytest.mark.parametrize("name", [*COMMANDS, *(f"bench {name}" for name in BENCHES)])
 def test_every_command_has_help_and_refuses_an_unknown_flag_in_one_line(name: str):
-    helped, refused = k3mesh(name, "--help"), k3mesh(name, "--no-such-flag")
+    helped, refused = k3mesh(*name.split(), "--help"), k3mesh(*name.split(), "--no-such-flag")
     assert helped.returncode == 0 and "usage:" in helped.stdout
     assert refused.returncode == 2, refused.stderr
     assert refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
@@ -57,6 +58,10 @@ def test_no_command_and_an_unknown_one_are_refused():
     assert k3mesh().returncode == 2
     result = k3mesh("upp")
     assert (result.returncode, result.stderr) == (2, "error: k3mesh upp: no such command; `k3mesh --help` lists them\n")
+    result = k3mesh("bench", "sped")
+    assert (result.returncode, result.stderr) == (
+        2, "error: k3mesh bench sped: no such command; `k3mesh bench --help` lists them\n",
+    )  # fmt: skip
 
 
 def test_check_prints_the_plan_of_both_engines(checkpoint: Path):
@@ -93,6 +98,25 @@ def test_up_refuses_before_any_process_starts(words: list[str], cause: str, chec
     result = k3mesh("up", *model, *words, "--state-dir", str(folder / "s"))
     assert result.returncode == 2 and result.stderr.startswith(f"error: {cause.format(folder=folder)}")
     assert [path.name for path in (folder / "s" / "logs").iterdir()] == ["supervisor.log"]
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["--algorithm", "eagle"], "--algorithm eagle: no such choice; give one of dspark, nextn"),
+        (["--width", "1"], "--width 1: must be at least 2"),
+        (["--prompts", "/nowhere"], "--prompts /nowhere: cannot be read "),
+        (["--draft-model", "/nowhere"], "--speculative-draft-model-path /nowhere: no such directory"),
+        (["--algorithm", "nextn"], "{model}/config.json: num_nextn_predict_layers = 0: "),
+        (["--model", "/nowhere", "--adversarial"], "--model /nowhere: no such directory"),
+        (["--decode=--max-num-seqs 0"], "--max-num-seqs 0: must be at least 1"),
+    ],
+)
+def test_bench_speculation_refuses_before_any_process_starts(words: list[str], cause: str, checkpoint: Path, folder: Path):
+    model = [] if "--model" in words else ["--model", str(checkpoint)]
+    result = k3mesh("bench", "speculation", *model, *words, TMPDIR=str(folder))
+    assert result.returncode == 2 and result.stderr.startswith(f"error: {cause.format(model=checkpoint)}"), result.stderr
+    assert result.stdout == "" and not list(folder.iterdir())
 
 
 def test_up_without_a_redis_server_says_what_to_install(checkpoint: Path, folder: Path):

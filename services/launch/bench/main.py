@@ -2,7 +2,9 @@
 
 from k3mesh.cli.commands import Command, call
 
-BENCHES: dict[str, Command] = {}
+BENCHES = {
+    "speculation": Command("services.launch.bench.speculation", "acceptance and tokens per second with a drafter, and without"),
+}
 
 
 def main(argv: list[str]) -> int:

@@ -1,0 +1,75 @@
+"""`k3mesh bench`: one run from the command line to the numbers, and nothing behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.launch import make_checkpoint
+from services.launch.child import ROOT
+from tests.lib.mesh import short_folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random target with its NextN layer."""
+    folder = tmp_path_factory.mktemp("bench") / "target"
+    assert make_checkpoint.main([str(folder), "--draft", "nextn"]) == 0
+    return folder
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Where a bench puts what it needs for a while; its name stands on every command line of its meshes."""
+    with short_folder() as folder:
+        yield folder
+
+
+def bench(folder: Path, *words: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "k3mesh.cli.main", "bench", *words]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def assert_nothing_left(folder: Path) -> None:
+    assert not list(folder.iterdir())
+    commands = [(path, path.read_bytes()) for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [path for path, command in commands if str(folder).encode() in command]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "more", [[], pytest.param(["--adversarial", "--concurrency", "8"], marks=pytest.mark.soak)], ids=["held out", "adversarial"]
+)
+def test_speculation_prints_one_json_object_with_both_speeds_and_leaves_nothing(target: Path, folder: Path, more: list[str]):
+    words = ["--model", str(target), "--algorithm", "nextn", "--width", "4", "--num-prompts", "3", "--repeats", "2", *more]
+    run = bench(folder, "speculation", *words, "--max-tokens", "6", "--json")
+    printed, told = run.communicate(timeout=170)
+    assert run.returncode == 0, told
+    assert printed.count("\n") == 1 and told.count("speculation on") == told.count("speculation off") == 2
+    result = json.loads(printed)
+    assert result["greedy_identical"] is True and result["differing_answers"] == 0
+    assert result["tokens_per_s_on"] > 0 and result["tokens_per_s_off"] > 0 and len(result["ratios"]) == 2
+    assert 1 <= result["acceptance_length"] <= 4 and len(result["acceptance_per_position"]) == 3
+    assert result["acceptance_length"] == pytest.approx(1 + sum(result["acceptance_per_position"]), abs=1e-3)
+    assert 0 < result["tokens"] <= 18 and result["rounds_off"] > 0 and result["tokens_drafted"] > result["tokens_accepted"]
+    assert_nothing_left(folder)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(120)
+def test_an_interrupted_bench_leaves_nothing(target: Path, folder: Path):
+    run = bench(folder, "speculation", "--model", str(target), "--algorithm", "nextn", "--num-prompts", "2", "--repeats", "99")
+    assert run.stderr is not None
+    try:
+        next(line for line in run.stderr if line.startswith("pass 1"))
+    finally:
+        run.send_signal(signal.SIGTERM)
+        run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert_nothing_left(folder)
