@@ -61,6 +61,21 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """What a drafter did for one answer."""
+
+    windows: int  # verified: decode rounds with proposals
+    proposed: int  # tokens in them
+    accepted: int  # of these, what the target chose too, whether or not the answer ended before them
+    accepted_at: tuple[int, ...]  # windows whose first k proposals were accepted, k from 1
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of a round, the target's own one included."""
+        return 1 + self.accepted / self.windows
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The answer is complete."""
 
@@ -69,6 +84,7 @@ class Finished:
     completion_tokens: int
     cached_tokens: int
     stop_token: int | None  # the token that ended it, which is also the last one of the stream
+    drafts: Drafts | None = None  # None: nothing was drafted
 
 
 Event = Tokens | Finished
@@ -345,7 +361,12 @@ def _finished(message: request_pb2.Finished) -> Finished:
         completion_tokens=message.completion_tokens,
         cached_tokens=message.cached_tokens,
         stop_token=message.stop_token if message.matched_stop_token else None,
+        drafts=_drafts(message.drafts) if message.HasField("drafts") else None,
     )
+
+
+def _drafts(message: request_pb2.Drafts) -> Drafts:
+    return Drafts(message.windows, message.proposed, message.accepted, tuple(message.accepted_at))
 
 
 def _translate(error: grpc.aio.AioRpcError, address: str) -> MeshError:

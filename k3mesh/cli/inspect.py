@@ -24,7 +24,7 @@ COMMON = {
     "room",
     "d_epoch",
 }  # of an entry: told in columns of their own, or in the head
-ELSEWHERE = {"chunks", "first_byte", "last_byte"}  # told in the timeline
+ELSEWHERE = {"chunks", "first_byte", "last_byte", "accepted_at"}  # told in the timeline
 Entry = Mapping[str, str]
 
 
@@ -106,6 +106,11 @@ def _timeline(state: Entry, log: Sequence[Entry], start: float) -> list[str]:
     if "rounds" in state:
         figures = f"{state['completion_tokens']} tokens, {float(state['tokens_per_s']):.1f} tokens/s"
         lines.append(f"decode     {state['rounds']} rounds in {_ms(state['seconds'])}, {figures}")
+    if "windows" in state:
+        accepted, windows = int(state["accepted"]), int(state["windows"])
+        lines.append(
+            f"drafted    {accepted} of {state['drafted']} proposals accepted, {1 + accepted / windows:.2f} tokens a round"
+        )
     if state.get("ended") == "1" and log:
         lines.append(f"total      {(float(state['at']) - start) * 1000:.1f} ms")
     return lines

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from k3mesh.v1 import common_pb2 as k3mesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17k3mesh/v1/request.proto\x12\tk3mesh.v1\x1a\x16k3mesh/v1/common.proto\"n\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.k3mesh.v1.Sampling\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\"1\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04room\x18\x02 \x01(\x06\"3\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1c\n\x0b\x43\x61ncelReply\x12\r\n\x05known\x18\x01 \x01(\x08\"\x8c\x02\n\x0cRequestEvent\x12#\n\x06queued\x18\x01 \x01(\x0b\x32\x11.k3mesh.v1.QueuedH\x00\x12\'\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x13.k3mesh.v1.AttachedH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.k3mesh.v1.TokenBatchH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.k3mesh.v1.FinishedH\x00\x12%\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x12.k3mesh.v1.FailureH\x00\x12,\n\x0bhanded_over\x18\x06 \x01(\x0b\x32\x15.k3mesh.v1.HandedOverH\x00\x42\x07\n\x05\x65vent\"\x1a\n\x06Queued\x12\x10\n\x08position\x18\x01 \x01(\r\"0\n\x08\x41ttached\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x01 \x01(\t\x12\x0c\n\x04room\x18\x02 \x01(\x06\"\x1c\n\nTokenBatch\x12\x0e\n\x06tokens\x18\x01 \x03(\r\"\x0c\n\nHandedOver\"\xac\x01\n\x08\x46inished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.k3mesh.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x12\n\nstop_token\x18\x05 \x01(\r\x12\x1a\n\x12matched_stop_token\x18\x06 \x01(\x08\"\x11\n\x0f\x44\x65scribeRequest\"\xdc\x01\n\rDescribeReply\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x19\n\x11max_prompt_tokens\x18\x05 \x01(\r\x12\x15\n\rend_token_ids\x18\x06 \x03(\r\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x08 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\t \x01(\t\"\x96\x01\n\x0fPrefillToDecode\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.k3mesh.v1.PrefillHelloH\x00\x12%\n\x07reserve\x18\x02 \x01(\x0b\x32\x12.k3mesh.v1.ReserveH\x00\x12\'\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x15.k3mesh.v1.CancelRoomH\x00\x42\t\n\x07message\"\x9d\x02\n\x0f\x44\x65\x63odeToPrefill\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.k3mesh.v1.DecodeHelloH\x00\x12+\n\x08reserved\x18\x02 \x01(\x0b\x32\x17.k3mesh.v1.ReserveReplyH\x00\x12,\n\x08\x63\x61pacity\x18\x03 \x01(\x0b\x32\x18.k3mesh.v1.CapacityFreedH\x00\x12-\n\tinstalled\x18\x04 \x01(\x0b\x32\x18.k3mesh.v1.RoomInstalledH\x00\x12%\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x14.k3mesh.v1.RoomEndedH\x00\x12%\n\x07refused\x18\x06 \x01(\x0b\x32\x12.k3mesh.v1.FailureH\x00\x42\t\n\x07message\"\xb0\x01\n\x0cPrefillHello\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x04\x12\x0e\n\x06stages\x18\x03 \x01(\r\x12\x0f\n\x07tp_size\x18\x04 \x01(\r\x12\x0e\n\x06\x61gents\x18\x05 \x03(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x14\n\x0cverify_width\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\"\xba\x01\n\x0b\x44\x65\x63odeHello\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x04\x12\x16\n\x0e\x63lient_address\x18\x03 \x01(\t\x12\x10\n\x08replicas\x18\x04 \x01(\r\x12\x0f\n\x07tp_size\x18\x05 \x01(\r\x12\x14\n\x0cverify_width\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x08 \x01(\r\"\xa3\x01\n\x07Reserve\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04room\x18\x02 \x01(\x06\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x13\n\x0bprompt_hash\x18\x05 \x01(\x0c\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.k3mesh.v1.Sampling\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\"{\n\x0cReserveReply\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12\x0f\n\x07replica\x18\x03 \x01(\r\x12\x15\n\rprefix_tokens\x18\x04 \x01(\r\x12#\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x12.k3mesh.v1.Failure\"\x0f\n\rCapacityFreed\"l\n\nCancelRoom\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12#\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x12.k3mesh.v1.Failure\x12\x1b\n\x13\x66inished_on_prefill\x18\x04 \x01(\x08\"\x1d\n\rRoomInstalled\x12\x0c\n\x04room\x18\x01 \x01(\x06\">\n\tRoomEnded\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12#\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.k3mesh.v1.Failure2\xc7\x02\n\x10PrefillScheduler\x12=\n\x06Submit\x12\x18.k3mesh.v1.SubmitRequest\x1a\x17.k3mesh.v1.RequestEvent0\x01\x12:\n\x06\x43\x61ncel\x12\x18.k3mesh.v1.CancelRequest\x1a\x16.k3mesh.v1.CancelReply\x12@\n\x08\x44\x65scribe\x12\x1a.k3mesh.v1.DescribeRequest\x1a\x18.k3mesh.v1.DescribeReply\x12=\n\x07Inspect\x12\x19.k3mesh.v1.InspectRequest\x1a\x17.k3mesh.v1.InspectReply\x12\x37\n\x05\x44rain\x12\x17.k3mesh.v1.DrainRequest\x1a\x15.k3mesh.v1.DrainReply2\xc8\x02\n\x0f\x44\x65\x63odeScheduler\x12=\n\x06\x41ttach\x12\x18.k3mesh.v1.AttachRequest\x1a\x17.k3mesh.v1.RequestEvent0\x01\x12:\n\x06\x43\x61ncel\x12\x18.k3mesh.v1.CancelRequest\x1a\x16.k3mesh.v1.CancelReply\x12\x42\n\x04Pair\x12\x1a.k3mesh.v1.PrefillToDecode\x1a\x1a.k3mesh.v1.DecodeToPrefill(\x01\x30\x01\x12=\n\x07Inspect\x12\x19.k3mesh.v1.InspectRequest\x1a\x17.k3mesh.v1.InspectReply\x12\x37\n\x05\x44rain\x12\x17.k3mesh.v1.DrainRequest\x1a\x15.k3mesh.v1.DrainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17k3mesh/v1/request.proto\x12\tk3mesh.v1\x1a\x16k3mesh/v1/common.proto\"n\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12%\n\x08sampling\x18\x03 \x01(\x0b\x32\x13.k3mesh.v1.Sampling\x12\x12\n\ntimeout_ms\x18\x04 \x01(\r\"1\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04room\x18\x02 \x01(\x06\"3\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1c\n\x0b\x43\x61ncelReply\x12\r\n\x05known\x18\x01 \x01(\x08\"\x8c\x02\n\x0cRequestEvent\x12#\n\x06queued\x18\x01 \x01(\x0b\x32\x11.k3mesh.v1.QueuedH\x00\x12\'\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x13.k3mesh.v1.AttachedH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.k3mesh.v1.TokenBatchH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.k3mesh.v1.FinishedH\x00\x12%\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x12.k3mesh.v1.FailureH\x00\x12,\n\x0bhanded_over\x18\x06 \x01(\x0b\x32\x15.k3mesh.v1.HandedOverH\x00\x42\x07\n\x05\x65vent\"\x1a\n\x06Queued\x12\x10\n\x08position\x18\x01 \x01(\r\"0\n\x08\x41ttached\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x01 \x01(\t\x12\x0c\n\x04room\x18\x02 \x01(\x06\"\x1c\n\nTokenBatch\x12\x0e\n\x06tokens\x18\x01 \x03(\r\"\x0c\n\nHandedOver\"\xcf\x01\n\x08\x46inished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.k3mesh.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x12\n\nstop_token\x18\x05 \x01(\r\x12\x1a\n\x12matched_stop_token\x18\x06 \x01(\x08\x12!\n\x06\x64rafts\x18\x07 \x01(\x0b\x32\x11.k3mesh.v1.Drafts\"R\n\x06\x44rafts\x12\x0f\n\x07windows\x18\x01 \x01(\r\x12\x10\n\x08proposed\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x13\n\x0b\x61\x63\x63\x65pted_at\x18\x04 \x03(\r\"\x11\n\x0f\x44\x65scribeRequest\"\xdc\x01\n\rDescribeReply\x12\x12\n\nmodel_name\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x19\n\x11max_prompt_tokens\x18\x05 \x01(\r\x12\x15\n\rend_token_ids\x18\x06 \x03(\r\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x08 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\t \x01(\t\"\x96\x01\n\x0fPrefillToDecode\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.k3mesh.v1.PrefillHelloH\x00\x12%\n\x07reserve\x18\x02 \x01(\x0b\x32\x12.k3mesh.v1.ReserveH\x00\x12\'\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x15.k3mesh.v1.CancelRoomH\x00\x42\t\n\x07message\"\x9d\x02\n\x0f\x44\x65\x63odeToPrefill\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.k3mesh.v1.DecodeHelloH\x00\x12+\n\x08reserved\x18\x02 \x01(\x0b\x32\x17.k3mesh.v1.ReserveReplyH\x00\x12,\n\x08\x63\x61pacity\x18\x03 \x01(\x0b\x32\x18.k3mesh.v1.CapacityFreedH\x00\x12-\n\tinstalled\x18\x04 \x01(\x0b\x32\x18.k3mesh.v1.RoomInstalledH\x00\x12%\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x14.k3mesh.v1.RoomEndedH\x00\x12%\n\x07refused\x18\x06 \x01(\x0b\x32\x12.k3mesh.v1.FailureH\x00\x42\t\n\x07message\"\xb0\x01\n\x0cPrefillHello\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x04\x12\x0e\n\x06stages\x18\x03 \x01(\r\x12\x0f\n\x07tp_size\x18\x04 \x01(\r\x12\x0e\n\x06\x61gents\x18\x05 \x03(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x14\n\x0cverify_width\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\"\xba\x01\n\x0b\x44\x65\x63odeHello\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x04\x12\x16\n\x0e\x63lient_address\x18\x03 \x01(\t\x12\x10\n\x08replicas\x18\x04 \x01(\r\x12\x0f\n\x07tp_size\x18\x05 \x01(\r\x12\x14\n\x0cverify_width\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x08 \x01(\r\"\xa3\x01\n\x07Reserve\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04room\x18\x02 \x01(\x06\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x13\n\x0bprompt_hash\x18\x05 \x01(\x0c\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.k3mesh.v1.Sampling\x12\x12\n\ntimeout_ms\x18\x07 \x01(\r\"{\n\x0cReserveReply\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12\x0f\n\x07replica\x18\x03 \x01(\r\x12\x15\n\rprefix_tokens\x18\x04 \x01(\r\x12#\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x12.k3mesh.v1.Failure\"\x0f\n\rCapacityFreed\"l\n\nCancelRoom\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12#\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x12.k3mesh.v1.Failure\x12\x1b\n\x13\x66inished_on_prefill\x18\x04 \x01(\x08\"\x1d\n\rRoomInstalled\x12\x0c\n\x04room\x18\x01 \x01(\x06\">\n\tRoomEnded\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12#\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.k3mesh.v1.Failure2\xc7\x02\n\x10PrefillScheduler\x12=\n\x06Submit\x12\x18.k3mesh.v1.SubmitRequest\x1a\x17.k3mesh.v1.RequestEvent0\x01\x12:\n\x06\x43\x61ncel\x12\x18.k3mesh.v1.CancelRequest\x1a\x16.k3mesh.v1.CancelReply\x12@\n\x08\x44\x65scribe\x12\x1a.k3mesh.v1.DescribeRequest\x1a\x18.k3mesh.v1.DescribeReply\x12=\n\x07Inspect\x12\x19.k3mesh.v1.InspectRequest\x1a\x17.k3mesh.v1.InspectReply\x12\x37\n\x05\x44rain\x12\x17.k3mesh.v1.DrainRequest\x1a\x15.k3mesh.v1.DrainReply2\xc8\x02\n\x0f\x44\x65\x63odeScheduler\x12=\n\x06\x41ttach\x12\x18.k3mesh.v1.AttachRequest\x1a\x17.k3mesh.v1.RequestEvent0\x01\x12:\n\x06\x43\x61ncel\x12\x18.k3mesh.v1.CancelRequest\x1a\x16.k3mesh.v1.CancelReply\x12\x42\n\x04Pair\x12\x1a.k3mesh.v1.PrefillToDecode\x1a\x1a.k3mesh.v1.DecodeToPrefill(\x01\x30\x01\x12=\n\x07Inspect\x12\x19.k3mesh.v1.InspectRequest\x1a\x17.k3mesh.v1.InspectReply\x12\x37\n\x05\x44rain\x12\x17.k3mesh.v1.DrainRequest\x1a\x15.k3mesh.v1.DrainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,33 +51,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HANDEDOVER']._serialized_start=687
   _globals['_HANDEDOVER']._serialized_end=699
   _globals['_FINISHED']._serialized_start=702
-  _globals['_FINISHED']._serialized_end=874
-  _globals['_DESCRIBEREQUEST']._serialized_start=876
-  _globals['_DESCRIBEREQUEST']._serialized_end=893
-  _globals['_DESCRIBEREPLY']._serialized_start=896
-  _globals['_DESCRIBEREPLY']._serialized_end=1116
-  _globals['_PREFILLTODECODE']._serialized_start=1119
-  _globals['_PREFILLTODECODE']._serialized_end=1269
-  _globals['_DECODETOPREFILL']._serialized_start=1272
-  _globals['_DECODETOPREFILL']._serialized_end=1557
-  _globals['_PREFILLHELLO']._serialized_start=1560
-  _globals['_PREFILLHELLO']._serialized_end=1736
-  _globals['_DECODEHELLO']._serialized_start=1739
-  _globals['_DECODEHELLO']._serialized_end=1925
-  _globals['_RESERVE']._serialized_start=1928
-  _globals['_RESERVE']._serialized_end=2091
-  _globals['_RESERVEREPLY']._serialized_start=2093
-  _globals['_RESERVEREPLY']._serialized_end=2216
-  _globals['_CAPACITYFREED']._serialized_start=2218
-  _globals['_CAPACITYFREED']._serialized_end=2233
-  _globals['_CANCELROOM']._serialized_start=2235
-  _globals['_CANCELROOM']._serialized_end=2343
-  _globals['_ROOMINSTALLED']._serialized_start=2345
-  _globals['_ROOMINSTALLED']._serialized_end=2374
-  _globals['_ROOMENDED']._serialized_start=2376
-  _globals['_ROOMENDED']._serialized_end=2438
-  _globals['_PREFILLSCHEDULER']._serialized_start=2441
-  _globals['_PREFILLSCHEDULER']._serialized_end=2768
-  _globals['_DECODESCHEDULER']._serialized_start=2771
-  _globals['_DECODESCHEDULER']._serialized_end=3099
+  _globals['_FINISHED']._serialized_end=909
+  _globals['_DRAFTS']._serialized_start=911
+  _globals['_DRAFTS']._serialized_end=993
+  _globals['_DESCRIBEREQUEST']._serialized_start=995
+  _globals['_DESCRIBEREQUEST']._serialized_end=1012
+  _globals['_DESCRIBEREPLY']._serialized_start=1015
+  _globals['_DESCRIBEREPLY']._serialized_end=1235
+  _globals['_PREFILLTODECODE']._serialized_start=1238
+  _globals['_PREFILLTODECODE']._serialized_end=1388
+  _globals['_DECODETOPREFILL']._serialized_start=1391
+  _globals['_DECODETOPREFILL']._serialized_end=1676
+  _globals['_PREFILLHELLO']._serialized_start=1679
+  _globals['_PREFILLHELLO']._serialized_end=1855
+  _globals['_DECODEHELLO']._serialized_start=1858
+  _globals['_DECODEHELLO']._serialized_end=2044
+  _globals['_RESERVE']._serialized_start=2047
+  _globals['_RESERVE']._serialized_end=2210
+  _globals['_RESERVEREPLY']._serialized_start=2212
+  _globals['_RESERVEREPLY']._serialized_end=2335
+  _globals['_CAPACITYFREED']._serialized_start=2337
+  _globals['_CAPACITYFREED']._serialized_end=2352
+  _globals['_CANCELROOM']._serialized_start=2354
+  _globals['_CANCELROOM']._serialized_end=2462
+  _globals['_ROOMINSTALLED']._serialized_start=2464
+  _globals['_ROOMINSTALLED']._serialized_end=2493
+  _globals['_ROOMENDED']._serialized_start=2495
+  _globals['_ROOMENDED']._serialized_end=2557
+  _globals['_PREFILLSCHEDULER']._serialized_start=2560
+  _globals['_PREFILLSCHEDULER']._serialized_end=2887
+  _globals['_DECODESCHEDULER']._serialized_start=2890
+  _globals['_DECODESCHEDULER']._serialized_end=3218
 # @@protoc_insertion_point(module_scope)

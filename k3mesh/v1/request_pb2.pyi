@@ -82,20 +82,34 @@ class HandedOver(_message.Message):
     def __init__(self) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "prompt_tokens", "completion_tokens", "cached_tokens", "stop_token", "matched_stop_token")
+    __slots__ = ("reason", "prompt_tokens", "completion_tokens", "cached_tokens", "stop_token", "matched_stop_token", "drafts")
     REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     reason: _common_pb2.FinishReason
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     stop_token: int
     matched_stop_token: bool
-    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stop_token: _Optional[int] = ..., matched_stop_token: _Optional[bool] = ...) -> None: ...
+    drafts: Drafts
+    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stop_token: _Optional[int] = ..., matched_stop_token: _Optional[bool] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ...) -> None: ...
+
+class Drafts(_message.Message):
+    __slots__ = ("windows", "proposed", "accepted", "accepted_at")
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_AT_FIELD_NUMBER: _ClassVar[int]
+    windows: int
+    proposed: int
+    accepted: int
+    accepted_at: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, windows: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_at: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

@@ -111,6 +111,10 @@ class Generation:
                         return
                 case Finished():
                     self.usage.cached_tokens = event.cached_tokens
+                    if event.drafts is not None:
+                        self.usage.proposed_tokens += event.drafts.proposed
+                        self.usage.accepted_tokens += event.drafts.accepted
+                        self._metrics.drafts(event.drafts)
                     emit(index, choice.finish(event.reason))
 
     def _note_refusal(self, stream: Stream, error: MeshError | asyncio.CancelledError) -> None:

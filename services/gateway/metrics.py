@@ -9,11 +9,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from k3mesh.client import Inspection
+from k3mesh.client import Drafts, Inspection
 from services.gateway.openai.types import Usage
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 BETWEEN_TOKENS_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 10)
+ACCEPTANCE_BUCKETS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)
 WHOLE_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
@@ -36,6 +37,17 @@ class Metrics:
         )
         self.prompt_tokens = Counter("k3mesh_prompt_tokens", "Prompt tokens of finished requests.", registry=to)
         self.generation_tokens = Counter("k3mesh_generation_tokens", "Tokens generated.", registry=to)
+        self.acceptance_length = Histogram(
+            "k3mesh_spec_decode_acceptance_length", "Tokens of a decode round with proposals, mean of an answer.",
+            registry=to, buckets=ACCEPTANCE_BUCKETS,
+        )  # fmt: skip
+        self.draft_windows = Counter("k3mesh_spec_decode_num_drafts", "Windows of proposals verified.", registry=to)
+        self.draft_tokens = Counter("k3mesh_spec_decode_num_draft_tokens", "Tokens proposed.", registry=to)
+        self.accepted_tokens = Counter("k3mesh_spec_decode_num_accepted_tokens", "Proposals accepted.", registry=to)
+        self.accepted_at = Counter(
+            "k3mesh_spec_decode_num_accepted_tokens_per_pos", "Proposals accepted by their place in the window, from 0.",
+            ["position"], registry=to,
+        )  # fmt: skip
 
     def finished(self, endpoint: str, outcome: str, started: float, usage: Usage) -> None:
         """A request has ended; `outcome` is "finished" or an error's code, `started` of time.monotonic()."""
@@ -43,6 +55,15 @@ class Metrics:
         if outcome == "finished":
             self.whole.labels(endpoint).observe(time.monotonic() - started)
             self.prompt_tokens.inc(usage.prompt_tokens)
+
+    def drafts(self, it: Drafts) -> None:
+        """What was drafted for an answer that has ended."""
+        self.acceptance_length.observe(it.acceptance_length)
+        self.draft_windows.inc(it.windows)
+        self.draft_tokens.inc(it.proposed)
+        self.accepted_tokens.inc(it.accepted)
+        for position, count in enumerate(it.accepted_at):
+            self.accepted_at.labels(position).inc(count)
 
     @contextmanager
     def answer(self, started: float) -> Iterator["AnswerTimes"]:

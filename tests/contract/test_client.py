@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from k3mesh.client import Client, Finished, SamplingParams, Tokens
+from k3mesh.client import Client, Drafts, Finished, SamplingParams, Tokens
 from k3mesh.errors import BadRequest, Cancelled, CapacityAborted, EngineLost, Overloaded
 from k3mesh.sync import SyncClient
 from k3mesh.v1 import common_pb2, request_pb2, request_pb2_grpc
@@ -95,6 +95,15 @@ def tokens(*ids: int) -> Any:
 
 FINISHED = Event(finished=request_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP, prompt_tokens=2, completion_tokens=3,
                                                stop_token=9, matched_stop_token=True))  # fmt: skip
+
+
+async def test_what_a_drafter_did_is_told_with_the_end(mesh, client):
+    drafts = request_pb2.Drafts(windows=4, proposed=12, accepted=6, accepted_at=[3, 2, 1])
+    end = Event(finished=request_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH, completion_tokens=3, drafts=drafts))
+    mesh.prefill.script = mesh.hand_over()
+    mesh.decode.script = [end]
+    (finished,) = [event async for event in await client.submit([1])]
+    assert finished.drafts == Drafts(4, 12, 6, (3, 2, 1)) and finished.drafts.acceptance_length == 2.5
 
 
 async def test_tokens_follow_the_request_from_prefill_to_decode(mesh, client):

@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from k3mesh.errors import BadRequest, EngineLost, Overloaded
+from k3mesh.v1 import request_pb2
 from tests.lib.byte_tokenizer import write_tokenizer
 from tests.lib.gateway import RunningGateway, free_port, running_gateway
 from tests.lib.redis_server import RedisServer
@@ -64,6 +65,24 @@ async def metrics(gateway: RunningGateway) -> dict[tuple[str, ...], float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+async def test_acceptance_is_counted_in_usage_and_metrics(gateway):
+    plain = (await gateway.http.post("/v1/completions", json=COMPLETION)).json()
+    assert "completion_tokens_details" not in plain["usage"], "without a drafter there is nothing to tell"
+    gateway.mesh.script.drafts = request_pb2.Drafts(windows=4, proposed=12, accepted=6, accepted_at=[3, 2, 1])
+    answer = (await gateway.http.post("/v1/completions", json=COMPLETION | {"n": 2})).json()
+    assert answer["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 12,
+        "rejected_prediction_tokens": 12,
+    }
+    counted = await metrics(gateway)
+    totals = {"num_drafts": 8, "num_draft_tokens": 24, "num_accepted_tokens": 12}
+    assert {name: counted[f"k3mesh_spec_decode_{name}_total",] for name in totals} == totals
+    at = [counted["k3mesh_spec_decode_num_accepted_tokens_per_pos_total", position] for position in "012"]
+    assert at == [6, 4, 2]
+    assert counted["k3mesh_spec_decode_acceptance_length_count",] == 2
+    assert counted["k3mesh_spec_decode_acceptance_length_sum",] == 2 * (1 + 6 / 4)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -26,6 +26,7 @@ class Script:
     refuse: MeshError | None = None  # raised by Submit
     fail_after: tuple[int, MeshError] | None = None  # tokens, then this failure on the stream
     hold_after: int | None = None  # tokens, then silence until `release` is set or the client is gone
+    drafts: request_pb2.Drafts | None = None  # told with the end
     hold_queue: bool = False  # stay queued until then
     release: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -103,7 +104,7 @@ class ScriptedMesh:
         self.note(request_id, "finished")
         yield Event(
             finished=request_pb2.Finished(
-                reason=reason, prompt_tokens=len(prompt), completion_tokens=len(tokens), cached_tokens=0
+                reason=reason, prompt_tokens=len(prompt), completion_tokens=len(tokens), cached_tokens=0, drafts=script.drafts
             )
         )
 

@@ -86,6 +86,40 @@ async def test_greedy_tokens_equal_a_full_recompute_of_the_target(speculating: S
     await assert_nothing_left(speculating.mesh)
 
 
+async def test_acceptance_is_told_with_each_answer_and_in_the_metrics(speculating: Speculating):
+    async with httpx.AsyncClient(base_url=speculating.mesh.url, timeout=60) as client:
+
+        async def counted() -> dict[str, float]:
+            lines = [line.rpartition(" ") for line in (await client.get("/metrics")).text.splitlines() if line[:1] != "#"]
+            return {name: float(value) for name, _, value in lines if "spec_decode" in name or "decode-scheduler" in name}
+
+        before = await counted()
+        body = {"max_tokens": 24, "ignore_eos": True, "temperature": 0}
+        usages = [
+            (await client.post("/v1/completions", json=body | {"prompt": prompt})).json()["usage"]
+            for prompt in prompts(3, [5, 130], VOCAB, 10)
+        ]
+        after = {name: value - before.get(name, 0) for name, value in (await counted()).items()}
+    told = [usage["completion_tokens_details"] for usage in usages]
+    accepted = sum(usage["accepted_prediction_tokens"] for usage in told)
+    proposed = accepted + sum(usage["rejected_prediction_tokens"] for usage in told)
+    assert accepted > 0 and all(usage["accepted_prediction_tokens"] >= 0 for usage in told)
+    labels = '{engine="decode-0",service="decode-scheduler"}'
+    for gateway, scheduler, value in (
+        ("num_accepted_tokens", "tokens_accepted", accepted),
+        ("num_draft_tokens", "tokens_drafted", proposed),
+        ("num_drafts", "windows", proposed / (speculating.width - 1)),
+    ):
+        assert after[f"k3mesh_spec_decode_{gateway}_total"] == value
+        assert after[f"k3mesh_scheduler_{scheduler}_total{labels}"] == value
+    at = [
+        after[f'k3mesh_spec_decode_num_accepted_tokens_per_pos_total{{position="{k}"}}'] for k in range(speculating.width - 1)
+    ]
+    assert sum(at) == accepted and at == sorted(at, reverse=True)
+    assert at == [after[f"k3mesh_scheduler_accepted_at_{k}_total{labels}"] for k in range(1, speculating.width)]
+    assert after["k3mesh_spec_decode_acceptance_length_count"] == 3
+
+
 @pytest.mark.timeout(240)
 async def test_sampled_tokens_are_those_of_decoding_one_by_one(speculating: Speculating, oracle: Oracle):
     rule = Sampling(temperature=0.8, top_p=0.9, top_k=50, seed=11)

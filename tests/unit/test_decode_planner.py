@@ -195,6 +195,27 @@ def test_tokens_after_the_stop_token_of_the_same_round_are_not_published():
     world.settle()
 
 
+def test_what_was_drafted_for_a_request_is_told_with_its_end():
+    world = Told(small_shape(verify_width=4), seed=3)
+    room = world.resident(10, 8)
+    for taken in (3, 1, 4):  # the last of these proposals lies behind the answer's end
+        assert world.launch() is not None
+        plan, world.out = world.out, None
+        assert plan is not None
+        tokens = tuple(Token(n + 40) for n in range(taken))
+        world.rooms[room].truth += tokens
+        rows = (ev.PlaceTokens(Place(0), tokens, (tokens[-1], TOKEN, TOKEN, TOKEN)),)
+        world.apply(ev.RoundDone(plan.round_id, (rows, ())))
+    assert world.end_of(room) == ev.Finished("length", 10, 8, 0, None, ev.Drafts(3, 9, 5, (2, 2, 1)))
+    told = {"windows": 3, "drafted": 9, "accepted": 5, "accepted_at": "2,2,1"}
+    assert told.items() <= dict(world.last(ev.WriteTransition).fields).items()
+    totals = world.planner.totals
+    assert (totals["windows"], totals["tokens_drafted"], totals["tokens_accepted"]) == (3, 9, 5)
+    assert [totals[f"accepted_at_{k}"] for k in (1, 2, 3)] == [2, 2, 1]
+    assert (totals["handoff_windows"], totals["handoff_accepted"]) == (1, 2)
+    world.settle()
+
+
 # ---- rounds
 def test_the_last_place_is_cleared_by_a_round_in_which_nothing_runs(world: Told):
     world.resident(max_tokens=2)

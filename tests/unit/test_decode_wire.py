@@ -134,9 +134,16 @@ def test_agents_reports_come_off_the_wire_with_the_rank_of_their_stream():
             ev.Finished("length", 10, 3, 0, None),
             request_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH, prompt_tokens=10, completion_tokens=3),
         ),
+        (
+            ev.Finished("length", 10, 9, 0, None, ev.Drafts(2, 6, 3, (2, 1, 0))),
+            request_pb2.Finished(
+                reason=common_pb2.FINISH_REASON_LENGTH, prompt_tokens=10, completion_tokens=9,
+                drafts=request_pb2.Drafts(windows=2, proposed=6, accepted=3, accepted_at=[2, 1, 0]),
+            ),
+        ),
     ],
 )  # fmt: skip
-def test_token_zero_may_be_the_stop_token(end: ev.Finished, event: request_pb2.Finished):
+def test_an_end_is_told_as_it_was_and_token_zero_may_be_the_stop_token(end: ev.Finished, event: request_pb2.Finished):
     sent = wire.end_event(end)
     assert sent is not None and sent.finished == event
 

@@ -101,13 +101,18 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    proposed_tokens: int = 0  # by a drafter
+    accepted_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
+        accepted, rejected = self.accepted_tokens, self.proposed_tokens - self.accepted_tokens
+        drafts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **({"completion_tokens_details": drafts} if self.proposed_tokens else {}),
         }
 
 

@@ -14,6 +14,17 @@ Client = NewType("Client", int)  # one Attach stream
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """What a drafter did for one request: windows verified, proposals in them and those accepted, whether or not the answer
+    ended before them; and in how many windows the first k were, k from 1."""
+
+    windows: int
+    proposed: int
+    accepted: int
+    accepted_at: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """A request that went well. The stop token is among the completion tokens."""
 
@@ -22,6 +33,7 @@ class Finished:
     completion_tokens: int
     cached_tokens: int
     stop_token: Token | None
+    drafts: Drafts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,13 @@ def ended(end: Finished | Failure, progress: Progress) -> tuple[State, Fields]:
         ("seconds", round(seconds, 6)),
         ("tokens_per_s", round(decoded / seconds, 3) if seconds else 0.0),
     )
-    if progress.drafted:
-        figures += (("drafted", progress.drafted), ("accepted", progress.accepted))
+    if (drafts := progress.drafts()) is not None:
+        figures += (
+            ("windows", drafts.windows),
+            ("drafted", drafts.proposed),
+            ("accepted", drafts.accepted),
+            ("accepted_at", ",".join(map(str, drafts.accepted_at))),
+        )
     if isinstance(end, Finished):
         return State.FINISHED, (("reason", end.reason), *figures)
     state = {"cancelled": State.CANCELLED, "capacity_aborted": State.ABORTED}.get(end.code, State.FAILED)

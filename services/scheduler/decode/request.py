@@ -22,7 +22,7 @@ from typing import ClassVar
 from services.contracts.ids import GlobalRank, Room, Token
 from services.contracts.lifecycle import RANK, State
 from services.scheduler.decode.capacity import Holding, growth
-from services.scheduler.decode.events import AgentRankReady, Client, End, Failure, Finished, ReserveAsked
+from services.scheduler.decode.events import AgentRankReady, Client, Drafts, End, Failure, Finished, ReserveAsked
 
 PROGRESS_S = 30.0  # between the first rank that is ready and the next, and until the room is installed or cancelled
 TOMBSTONES = 4096
@@ -64,8 +64,23 @@ class Progress:
     last_token_at: float
     completion: int = 1  # tokens so far, the anchor among them
     rounds: int = 0
-    drafted: int = 0  # proposals that rounds have verified
-    accepted: int = 0  # of them right
+    windows: int = 0  # rounds that verified proposals
+    drafted: int = 0  # proposals in them
+    accepted_at: list[int] = field(default_factory=list[int])  # windows whose first k proposals were right, k from 1
+
+    def count_window(self, drafted: int, right: int) -> None:
+        """A round verified `drafted` proposals, and the first `right` of them were what the target chose."""
+        self.windows += 1
+        self.drafted += drafted
+        self.accepted_at += [0] * (drafted - len(self.accepted_at))
+        for k in range(right):
+            self.accepted_at[k] += 1
+
+    def drafts(self) -> Drafts | None:
+        """All of it, None if there was nothing."""
+        if not self.windows:
+            return None
+        return Drafts(self.windows, self.drafted, sum(self.accepted_at), tuple(self.accepted_at))
 
 
 @dataclass(slots=True)
@@ -185,6 +200,7 @@ class Request:
                     completion_tokens=progress.completion,
                     cached_tokens=progress.cached_tokens,
                     stop_token=token if stopped else None,
+                    drafts=progress.drafts(),
                 )
         return tokens, None
 

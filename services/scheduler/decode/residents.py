@@ -67,8 +67,7 @@ class Residents:
         drafted, totals = self._width - 1, self._rooms.totals
         if not drafted:
             return
-        progress.drafted += drafted
-        progress.accepted += right
+        progress.count_window(drafted, right)
         totals["tokens_drafted"] += drafted
         totals["tokens_accepted"] += right
         totals["windows"] += 1

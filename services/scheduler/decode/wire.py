@@ -122,6 +122,7 @@ def end_event(end: ev.End) -> request_pb2.RequestEvent | None:
                 cached_tokens=end.cached_tokens,
                 stop_token=end.stop_token or 0,
                 matched_stop_token=end.stop_token is not None,
+                drafts=_drafts(end.drafts) if end.drafts is not None else None,
             )
             return request_pb2.RequestEvent(finished=finished)
 
@@ -236,6 +237,10 @@ def _round(plan: ev.RoundPlan, part: ev.ReplicaPlan) -> worker_pb2.RoundPlan:
         deltas=[worker_pb2.BlockDelta(place=delta.place, blocks=delta.blocks) for delta in part.deltas],
         live=part.live,
     )
+
+
+def _drafts(it: ev.Drafts) -> request_pb2.Drafts:
+    return request_pb2.Drafts(windows=it.windows, proposed=it.proposed, accepted=it.accepted, accepted_at=it.accepted_at)
 
 
 def _tokens(ids: Iterable[int]) -> tuple[Token, ...]:
