@@ -160,10 +160,11 @@ def _speculation(a: EngineArguments) -> None:
             "speculative_algorithm", "DSPARK", "K3 has its DSpark drafter in a checkpoint of its own",
             "give --speculative-draft-model-path",
         )  # fmt: skip
-    if a.speculative_algorithm and a.speculative_num_draft_tokens is None:
+    if a.speculative_algorithm == "MTP" and a.speculative_num_draft_tokens is None:
         raise refusal(
-            "speculative_algorithm", a.speculative_algorithm, "needs a verify width", "give --speculative-num-draft-tokens"
-        )
+            "speculative_algorithm", "MTP", "a NextN layer drafts any number of tokens, so its checkpoint names no width",
+            "give --speculative-num-draft-tokens",
+        )  # fmt: skip
 
 
 def _role(a: EngineArguments) -> None:

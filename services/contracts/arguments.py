@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from services.contracts import argument_rules as rules
-from services.contracts.draft import Draft, DraftConfig, parse_draft_config, parse_nextn_config
+from services.contracts.draft import Draft, DraftConfig, parse_draft_config, parse_nextn_config, trained_width
 from services.contracts.flags import Address, Addresses, FlagSet, Integers, refusal
 from services.contracts.geometry import Geometry, blocks_for, rows_ahead
 from services.contracts.model import ModelConfig, parse_model_config
@@ -89,7 +89,9 @@ class EngineArguments(FlagSet):
     )
     speculative_algorithm: Literal["DSPARK", "MTP"] | None = Field(default=None, description="drafter")
     speculative_draft_model_path: str | None = Field(default=None, description="directory of the drafter's checkpoint")
-    speculative_num_draft_tokens: int | None = Field(default=None, ge=2, description="verify width, the anchor included")
+    speculative_num_draft_tokens: int | None = Field(
+        default=None, ge=2, description="verify width, the anchor included; a DSpark drafter's own if unset"
+    )
 
     engine_id: str = Field(default="", description="name in Redis and in errors; prefill-0 or decode-0 if unset")
     redis_url: str = Field(default="redis://127.0.0.1:6379/0", description="Redis, redis://HOST:PORT/N or unix://PATH")
@@ -114,8 +116,13 @@ class EngineArguments(FlagSet):
 
     @property
     def verify_width(self) -> int:
-        """Rows of one request in a decode round: the anchor and the proposals; 1 without speculation."""
-        return self.speculative_num_draft_tokens or 1 if self.speculative_algorithm else 1
+        """Rows of one request in a decode round: the anchor and the proposals; 1 without speculation. Where the flag is unset
+        it is what the DSpark drafter was trained for; ConfigError if its config.json cannot be read."""
+        if self.speculative_algorithm is None:
+            return 1
+        return self.speculative_num_draft_tokens or trained_width(
+            *_read_config("speculative_draft_model_path", self.draft_path)
+        )
 
     @property
     def replica_seqs(self) -> int:

@@ -136,6 +136,13 @@ def taps_in(taps: tuple[Tap, ...], window: range) -> tuple[Tap, ...]:
     return tuple(tap for tap in taps if tap.layer in window)
 
 
+def trained_width(config: Mapping[str, Any], source: str) -> int:
+    """The verify width that a k3_dspark checkpoint was trained for: its block of proposals and the anchor. ConfigError if that
+    is no number."""
+    block_size = _block_size(_Reader(config, source))
+    return TRAINED_WIDTH if block_size is None else block_size + 1
+
+
 def parse_draft_config(config: Mapping[str, Any], source: str, target: ModelConfig) -> DraftConfig:
     """Read a DSpark drafter's shape; ConfigError names the key of `source` (a path, for messages) and carries a code of §12."""
     if config.get("model_type", "k3_dspark") != "k3_dspark":
@@ -146,7 +153,6 @@ def parse_draft_config(config: Mapping[str, Any], source: str, target: ModelConf
     for key, expected in (("mla_use_nope", False), ("mla_use_output_gate", False), ("hidden_act", "silu"),
                           ("markov_head_type", "vanilla")):  # fmt: skip
         read.expect(key, expected)
-    block_size = config.get("block_size", config.get("dspark_block_size"))
     draft = DraftConfig(
         hidden_size=read.positive("hidden_size"),
         intermediate_size=read.positive("intermediate_size"),
@@ -167,9 +173,7 @@ def parse_draft_config(config: Mapping[str, Any], source: str, target: ModelConf
         mask_token_id=read.integer("mask_token_id"),
         markov_rank=read.positive("markov_rank"),
         confidence_head=bool(config.get("enable_confidence_head", False)),
-        block_size=None
-        if block_size is None
-        else read.positive("block_size" if "block_size" in config else "dspark_block_size"),
+        block_size=_block_size(read),
         block_causal=bool(config.get("block_causal", False)),
     )
     _check(draft, read, target)
@@ -220,6 +224,12 @@ class _Reader:
 
     def error(self, key: str, value: object, rule: str) -> ConfigError:
         return _error("DRAFT_CONFIG", self.source, key, value, rule)
+
+
+def _block_size(read: _Reader) -> int | None:
+    """Proposals of a block; None where the checkpoint does not name it."""
+    key = "block_size" if "block_size" in read.config else "dspark_block_size"
+    return None if read.config.get(key) is None else read.positive(key)
 
 
 def _yarn(read: _Reader) -> Yarn:

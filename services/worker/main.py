@@ -7,6 +7,7 @@ parallel leader is then driven by its scheduler, a peer by its leader. Whatever 
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -41,6 +42,7 @@ from services.worker.parallel.groups import Groups, join
 from services.worker.prefill_step import PrefillStage
 from services.worker.speculative.build import build_drafter
 from services.worker.speculative.drafter import Drafter
+from services.worker.speculative.weights import check_embedding
 
 DEVICE = "cpu"
 GRACE_S = 2.0  # for what is queued, and for the last report to leave
@@ -179,7 +181,7 @@ def _drafter(plan: Plan, groups: Groups, pools: Pools, stage: DecoderStage, expe
     log.info("drafter", algorithm=a.speculative_algorithm, width=a.verify_width, table=format_table(choices))
     if isinstance(draft, DraftConfig) and draft.confidence_head:
         log.info("the drafter's confidence head is not used: every round verifies the whole window")
-    return build_drafter(
+    drafter = build_drafter(
         a.draft_path,
         draft,
         plan.model,
@@ -193,6 +195,8 @@ def _drafter(plan: Plan, groups: Groups, pools: Pools, stage: DecoderStage, expe
         dtype,
         a.verify_width,
     )
+    check_embedding(Path(a.model), Path(a.draft_path), draft, plan.topology, plan.place)
+    return drafter
 
 
 def _runner(plan: Plan, rank: Rank, agent: AgentLink) -> Runner:

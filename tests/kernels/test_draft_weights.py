@@ -15,7 +15,7 @@ from services.contracts.model import ModelConfig
 from services.worker.model.backends import choose_ops
 from services.worker.model.sharding import Share
 from services.worker.speculative.build import build_drafter
-from services.worker.speculative.weights import DraftPart, dspark_targets, load_dspark, load_nextn
+from services.worker.speculative.weights import DraftPart, check_embedding, dspark_targets, load_dspark, load_nextn
 from tests.lib.drafted import Checkpoints, DraftedEngine, read_draft
 from tests.lib.golden import ThreadGroup, ThreadTensorParallel, golden_model, topology_of
 
@@ -131,6 +131,25 @@ def test_a_last_stage_behind_others_needs_the_drafters_embedding_and_one_stage_d
         refuses(call, "DRAFT_EMBED_MISSING", missing)
     for call in both(alone, 0):
         call()
+
+
+@pytest.mark.parametrize("algorithm", ["DSPARK", "MTP"])
+def test_an_embedding_of_another_target_is_refused_by_the_rank_that_has_the_row(
+    checkpoints: Checkpoints, model: ModelConfig, tmp_path: Path, algorithm: str
+):
+    name = "embed_tokens.weight" if algorithm == "DSPARK" else "language_model.model.layers.6.embed_tokens.weight"
+    right = checkpoints.dspark() if algorithm == "DSPARK" else checkpoints.target
+    wrong = copy_of(right, tmp_path, lambda tensors: tensors[name][300].neg_())
+    draft, staged = read_draft(right, model, algorithm), topology_of(model, stages=2, tp=2)
+    for rank in range(4):
+        check_embedding(checkpoints.target, right, draft, staged, staged.place_of(rank))
+        if rank < 3:  # row 300 of 512 is in the second half, of the last stage
+            check_embedding(checkpoints.target, wrong, draft, staged, staged.place_of(rank))
+    alone = topology_of(model)
+    check_embedding(checkpoints.target, wrong, draft, alone, alone.place_of(0))  # which borrows the target's
+    words = f"tensor {name} is another embedding than language_model.model.embed_tokens.weight of {checkpoints.target}"
+    last = staged.place_of(3)
+    refuses(lambda: check_embedding(checkpoints.target, wrong, draft, staged, last), "DRAFT_TARGET_MISMATCH", words)
 
 
 @pytest.mark.parametrize(("rank", "layers"), [(0, 2), (1, 0), (1, 1)], ids=["first with", "last without", "last with a part"])

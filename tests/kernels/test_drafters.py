@@ -5,14 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from k3mesh.errors import Internal
-from services.worker.model.batch import Hop
-from services.worker.speculative.context_producer import ContextSum
+from services.worker.model.batch import ForwardBatch, Hop
+from services.worker.speculative.context_producer import ContextSum, DSparkContextProducer
 from tests.lib.drafted import Checkpoints, DraftedEngine
 from tests.lib.golden import golden_model, make_batch, request, topology_of
 
 EXACT = 1e-4
+FLOAT32_ROUNDING = 1e-6
 PROMPT = [(13 * n + n * n // 7) % 512 for n in range(141)]
 STREAMS = pytest.mark.parametrize(("stream", "fc_norm"), [(s, n) for s in ("prefix", "attn_res") for n in (False, True)])
 
@@ -63,6 +65,39 @@ def test_context_rows_over_a_pipeline_equal_the_concatenated_projection(
     for layer in range(2):
         assert_near(cached(target, layer, sequence.blocks, len(PROMPT)), oracle.rows(context, layer))
     assert proposals.tolist() == [oracle.propose(PROMPT, 7, 7)]
+
+
+@STREAMS
+@pytest.mark.parametrize("partition", [(6,), (1, 5), (2, 4), (3, 3), (4, 2), (5, 1), (1,) * 6], ids=str)
+def test_the_sum_over_the_stages_is_the_projection_of_all_taps_at_once_but_for_float32_rounding(
+    checkpoints: Checkpoints, stream: str, fc_norm: bool, partition: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    folder = checkpoints.dspark("0,2,5", stream, fc_norm)
+    target = engine(checkpoints, folder, partition)
+    taps: dict[int, torch.Tensor] = {}
+    sums: list[torch.Tensor] = []
+    take, write = ContextSum.take, DSparkContextProducer.write
+
+    def recorded(self: ContextSum, index: int, rows: torch.Tensor) -> None:
+        taps[index] = rows.double()
+        take(self, index, rows)
+
+    def finished(self: DSparkContextProducer, context: ContextSum, batch: ForwardBatch) -> None:
+        sums.append(context.total.double())
+        write(self, context, batch)
+
+    monkeypatch.setattr(ContextSum, "take", recorded)
+    monkeypatch.setattr(DSparkContextProducer, "write", finished)
+    prefill(target, [141], anchor=7)
+    weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+    if fc_norm:
+        taps = {
+            index: rows / (rows.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[f"fc_norm.{index}.weight"]
+            for index, rows in taps.items()
+        }
+    whole = torch.cat([taps[index] for index in range(3)], -1) @ weights["context_proj.weight"].T
+    (total,) = sums
+    assert float((total - whole).norm() / whole.norm()) < FLOAT32_ROUNDING
 
 
 @pytest.mark.parametrize("taps", ["0", "5", "2,3", "0,1,2,3,4,5"])

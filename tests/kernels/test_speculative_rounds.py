@@ -197,6 +197,25 @@ def test_the_draft_barrier_is_the_last_before_the_handoff(rank: SpeculativeRank)
     assert isinstance(handoff, HandoffReady) and handoff.handoff.window == first.window
 
 
+def test_the_draft_barrier_waits_for_the_drafter(rank: SpeculativeRank, monkeypatch: pytest.MonkeyPatch):
+    """Its fields are announced when its call is over, for chunks inside a prompt and for the last one, and not before."""
+    assert rank.forced is not None
+    rank.notices.clear()
+    draft, announced = rank.forced.draft, []
+
+    def slow_draft(*arguments):
+        proposals = draft(*arguments)
+        announced.append((rank.notices[-1], any(isinstance(notice, HandoffReady) for notice in rank.notices)))
+        return proposals
+
+    monkeypatch.setattr(rank.forced, "draft", slow_draft)
+    rank.start(Job(prompt_of(300, 2)), chunks=[128, 256])
+    layers = rank.model.num_hidden_layers
+    assert [(last.lo, last.hi, handed_over) for last, handed_over in announced] == [(layers - 1, layers, False)] * 3
+    barrier, handoff, _ = rank.notices[-3:]  # the last notice forgets the room
+    assert isinstance(handoff, HandoffReady) and isinstance(barrier, FieldsReady) and barrier.hi == layers + 1
+
+
 def test_idle_rounds_touch_no_live_unit(rank: SpeculativeRank):
     pools = {name: getattr(rank.caches, name) for name in ("mla", "kda_rec", "kda_conv", "draft")}
     before = {name: {n: pool[1:].clone() for n, pool in layers.items()} for name, layers in pools.items()}

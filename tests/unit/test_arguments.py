@@ -1,5 +1,6 @@
 """The engine's flags: the deployment guide's blocks word for word, derived values, and each rule's refusal."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -189,7 +190,7 @@ REFUSALS = [
     # speculation
     ("P --speculative-algorithm EAGLE3", r"--speculative-algorithm EAGLE3: no such choice; give one of DSPARK, MTP"),
     ("P --speculative-algorithm DSPARK --speculative-num-draft-tokens 8", r"--speculative-algorithm DSPARK: .*-model-path"),
-    ("P --speculative-algorithm MTP", r"--speculative-algorithm MTP: needs a verify width; "),
+    ("P --speculative-algorithm MTP", r"--speculative-algorithm MTP: a NextN layer .* names no width; give"),
     ("P --speculative-num-draft-tokens 8", r"--speculative-num-draft-tokens 8: needs a drafter; "),
     ("P --speculative-algorithm MTP --speculative-num-draft-tokens 1", r"--speculative-num-draft-tokens 1: must be at least 2"),
     # role
@@ -274,6 +275,17 @@ def drafter(tmp_path: Path) -> str:
     """The guide's flag, with the published drafter's configuration in its directory."""
     (tmp_path / "config.json").write_text((Path(__file__).parents[1] / "lib/k3_dspark.json").read_text())
     return f"--speculative-draft-model-path {tmp_path}"
+
+
+@pytest.mark.parametrize(("config", "width"), [({}, 8), ({"block_size": 5}, 6), ({"dspark_block_size": 3}, 4)])
+def test_a_width_that_is_not_given_is_what_the_drafter_was_trained_for(tmp_path: Path, config: dict[str, int], width: int):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = f"--speculative-algorithm DSPARK --speculative-draft-model-path {tmp_path}"
+    assert parse(*D, words).verify_width == width
+    assert parse(*D, words, "--speculative-num-draft-tokens 7").verify_width == 7
+    (tmp_path / "config.json").write_text('{"block_size": 0}')
+    with pytest.raises(ConfigError, match=r"config.json: block_size = 0: must be at least 1"):
+        _ = parse(*D, words).verify_width
 
 
 def test_the_cache_is_derived_bounded_and_refused_when_one_request_does_not_fit(drafter: str):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from k3mesh.errors import ConfigError
-from services.contracts.draft import DraftConfig, NextNConfig, taps_in
+from services.contracts.draft import Draft, DraftConfig, NextNConfig, taps_in
 from services.contracts.model import ModelConfig
 from services.contracts.topology import RankPlace, Topology
 from services.worker.model.loader import open_checkpoint, read_targets
@@ -17,7 +17,9 @@ from services.worker.model.sharding import ALL, PREFIX, Share, Source, Target, c
 
 DSPARK_PREFIX = "model."  # optional in a DSpark checkpoint
 EMBEDDING = "embed_tokens.weight"
+TARGET_EMBEDDING = f"{PREFIX}model.{EMBEDDING}"
 CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")  # shipped, not used
+COMPARED_ROWS = 4096  # of two embeddings at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +84,35 @@ def load_nextn(
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """A rank's weights of the NextN layer, names without `model.layers.N.`. Errors as for load_dspark."""
-    name = f"model.layers.{draft.layer}."
-    embedding = place.stage > 0
+    name, embedding = _nextn(draft), place.stage > 0
     with _as_draft_error(), open_checkpoint(folder) as checkpoint:
         if embedding and f"{PREFIX}{name}{EMBEDDING}" not in checkpoint.names:
             raise _no_embedding(checkpoint.index, f"{PREFIX}{name}{EMBEDDING}")
         weights = read_targets(checkpoint, nextn_targets(model, topology, place, embedding), PREFIX, dtype, device)
     return {target.removeprefix(name): tensor for target, tensor in weights.items()}
+
+
+def check_embedding(target: Path, drafter: Path, draft: Draft, topology: Topology, place: RankPlace) -> None:
+    """Whether a rank's own copy of the embedding has the values of the target's, which every other rank that drafts borrows.
+    ConfigError names file and tensor if not: tokens would stay right, and proposals hardly ever be."""
+    if place.stage == 0 or place.stage < topology.last_stage:
+        return
+    with open_checkpoint(drafter) as ours, open_checkpoint(target) as theirs:
+        prefixes = ("", DSPARK_PREFIX) if isinstance(draft, DraftConfig) else (PREFIX + _nextn(draft),)
+        name = next(name for prefix in prefixes if (name := prefix + EMBEDDING) in ours.names)
+        own, file = ours.slice_of(name)
+        reference, reference_file = theirs.slice_of(TARGET_EMBEDDING)
+        start, stop = Share(place.tp, topology.tp_size).range_of(own.get_shape()[0])
+        for first in range(start, stop, COMPARED_ROWS):
+            rows = slice(first, min(first + COMPARED_ROWS, stop))
+            different = (own[rows].float() != reference[rows].float()).any(1)
+            if bool(different.any()):
+                token = first + int(different.int().argmax())
+                raise ConfigError(
+                    f"{file}: tensor {name} is another embedding than {TARGET_EMBEDDING} of {reference_file}, "
+                    f"the first time in row {token}; give the drafter that was trained for this target",
+                    detail="DRAFT_TARGET_MISMATCH",
+                )
 
 
 def _network(draft: DraftConfig, tp: Share) -> list[Target]:
@@ -116,6 +140,10 @@ def _network(draft: DraftConfig, tp: Share) -> list[Target]:
     targets.append(rows("markov_head.markov_w1.weight", (draft.vocab_size, draft.markov_rank), ALL))
     targets.append(rows("markov_head.markov_w2.weight", (draft.vocab_size, draft.markov_rank), tp))
     return targets
+
+
+def _nextn(draft: NextNConfig) -> str:
+    return f"model.layers.{draft.layer}."
 
 
 def _released(draft: DraftConfig) -> set[str]:
