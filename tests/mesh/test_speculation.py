@@ -1,7 +1,7 @@
 """Through the whole mesh, a drafter changes how fast tokens come and none of them: DSpark and NextN over 1, 2 and 4 stages."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,13 +71,16 @@ def oracle(checkpoints: tuple[Path, Path]) -> Oracle:
 
 
 @pytest.mark.timeout(240)
-async def test_greedy_tokens_equal_a_full_recompute_of_the_target(speculating: Speculating, oracle: Oracle):
+async def test_greedy_tokens_equal_a_full_recompute_of_the_target(
+    speculating: Speculating, oracle: Oracle, record_property: Callable[[str, object], None]
+):
     before = await speculating.totals()
     answers = await complete_all(speculating.mesh, prompts(52, LENGTHS, VOCAB, 5), max_tokens=16, at_once=8, ignore_eos=True)
     for answer in answers:
         assert len(answer.tokens) == 16
         oracle.assert_greedy(answer.prompt, answer.tokens)
     totals = {key: value - before[key] for key, value in (await speculating.totals()).items()}
+    record_property("totals", totals)
     assert totals["tokens_accepted"] > 0.3 * totals["windows"], "hardly a proposal was right: a weak test"
     assert totals["handoff_windows"] == 52
     assert totals["handoff_accepted"] > 0.3 * 52, "windows from the prefill engine are worse than those that follow"
