@@ -319,12 +319,12 @@ async def test_forgotten_rooms_and_cleared_places_leave_no_table(rank: Rank, dri
     assert isinstance(done, StepDone)
     await run(plan(1, [0], 1, installs=(install(0, prompt, done.first_tokens[0].token, [1, 2], slot=1, rule=GREEDY),)))
     assert rank.prefill.counters() == {"rooms": 1, "blocks_in_tables": 2}
-    assert rank.decode.counters() == {"places": 1, "blocks_in_tables": 2}
+    assert rank.decode.counters() == {"places": 1, "windows": 1, "blocks_in_tables": 2}
     step.engine.submit(ForgetRooms((8, 12345)))
     await run(plan(2, [], 1, clears=(0,)))
     await step.engine.call(lambda: None)
     assert rank.prefill.counters() == {"rooms": 0, "blocks_in_tables": 0}
-    assert rank.decode.counters() == {"places": 0, "blocks_in_tables": 0}
+    assert rank.decode.counters() == {"places": 0, "windows": 0, "blocks_in_tables": 0}
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])

@@ -14,8 +14,8 @@ from tests.lib.mesh import Mesh
 # What is in use because of a request. All of it returns to nothing when no request is left.
 LEFT_BY_REQUESTS = (
     "queued", "reserving", "reserved", "receiving", "running", "transferring", "releasing", "resident", "finishing",
-    "quarantined", "blocks_used", "slots_used", "places_used", "pins", "rooms", "places", "blocks_in_tables", "pending_steps",
-    "staging_frames_used", "batches_in_flight", "client_streams",
+    "quarantined", "blocks_used", "slots_used", "places_used", "pins", "rooms", "places", "windows", "blocks_in_tables",
+    "pending_steps", "staging_frames_used", "batches_in_flight", "client_streams",
 )  # fmt: skip
 
 
