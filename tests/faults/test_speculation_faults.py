@@ -69,14 +69,14 @@ async def until_drafting(mesh: Mesh, client: Client) -> None:
 
 
 async def until_rounds(mesh: Mesh, count: int) -> None:
-    """So many windows more are verified."""
+    """So many rounds more are done."""
 
-    async def windows() -> int:
-        return (await mesh.inspect())["decode-0.scheduler"].totals["windows"]
+    async def rounds() -> int:
+        return (await mesh.inspect())["decode-0.scheduler"].totals["rounds"]
 
-    before = await windows()
+    before = await rounds()
     async with asyncio.timeout(30):
-        while await windows() < before + count:
+        while await rounds() < before + count:
             await asyncio.sleep(0.01)
 
 
