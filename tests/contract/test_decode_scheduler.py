@@ -96,7 +96,7 @@ async def test_block_tables_grow_with_the_answer(scheduler, prefill, peers):
 
 async def test_a_client_that_attaches_late_gets_every_token_once(scheduler, prefill):
     room = await prefill.reserved("r1", max_tokens=5)
-    await scheduler.until_counters(lingering=1, blocks_used=0)
+    await scheduler.until_counters(receiving=1)
     events = [event async for event in scheduler.attach("r1", room)]
     assert tokens_of(events) == [FIRST + n for n in range(5)] and events[-1].HasField("finished")
     await scheduler.at_rest()

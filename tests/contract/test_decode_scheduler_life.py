@@ -170,8 +170,8 @@ async def test_a_pairing_whose_agents_gave_up_their_links_starts_again(scheduler
 async def test_when_prefill_is_lost_its_waiting_rooms_end_and_residents_go_on(scheduler, prefill, peers, journal):
     peers.script.hold_rounds = True
     resident = await prefill.reserved("resident", max_tokens=5)
-    assert (await prefill.hear()).installed.room == resident
     living = scheduler.attach("resident", resident)
+    assert (await prefill.hear()).installed.room == resident
     assert (await living.read()).tokens.tokens == [FIRST]
     peers.script.hold_ready = True
     waiting = await prefill.reserved("waiting")
@@ -190,8 +190,8 @@ async def test_when_prefill_is_lost_its_waiting_rooms_end_and_residents_go_on(sc
 async def test_when_a_part_is_lost_everyone_is_told_and_the_process_ends(scheduler, prefill, peers, journal, who):
     peers.script.hold_rounds = True
     resident = await prefill.reserved("resident", max_tokens=500)
-    assert (await prefill.hear()).installed.room == resident
     call = scheduler.attach("resident", resident)
+    assert (await prefill.hear()).installed.room == resident
     await call.read()
     peers.script.hold_ready = True
     waiting = await prefill.reserved("waiting")
@@ -215,8 +215,8 @@ async def test_when_a_part_is_lost_everyone_is_told_and_the_process_ends(schedul
 async def test_drain_admits_nobody_and_answers_when_the_last_one_is_gone(scheduler, prefill, peers):
     peers.script.hold_rounds = True
     room = await prefill.reserved("r1", max_tokens=5)
-    assert (await prefill.hear()).installed.room == room
     call = scheduler.attach("r1", room)
+    assert (await prefill.hear()).installed.room == room
     early = await scheduler.stub.Drain(common_pb2.DrainRequest(timeout_ms=50))
     assert (early.drained, early.remaining) == (False, 1)
     await prefill.reserve("late")

@@ -119,6 +119,9 @@ async def test_an_id_whose_prompt_is_on_its_way_is_refused_and_the_first_one_goe
     async with Client(mesh.prefill_address) as client:
         how = SamplingParams(max_tokens=3, ignore_eos=True)
         async with await client.submit([5] * 1900, how, request_id="twice") as first:
+            async with asyncio.timeout(20):
+                while not (await client.inspect()).counters["client_streams"]:
+                    await asyncio.sleep(0.01)
             for _ in range(2):
                 with pytest.raises(BadRequest, match="in use"):
                     await anext(aiter(await client.submit([5, 6, 7], how, request_id="twice")))

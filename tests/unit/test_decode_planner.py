@@ -22,10 +22,9 @@ class Told(DecodeWorld):
     def last(self, kind: type) -> Any:
         return [effect for effect in self.said if isinstance(effect, kind)][-1]
 
-    def resident(self, prompt: int = 100, max_tokens: int = 50, attach: bool = True, **changes: Any) -> Room:
+    def resident(self, prompt: int = 100, max_tokens: int = 50, **changes: Any) -> Room:
         room = self.reserve(prompt, max_tokens, **changes)
-        if attach:
-            self.attach(room)
+        self.attach(room)
         self.all_ready(room, TOKEN)
         assert self.rooms[room].installed
         return room
@@ -290,13 +289,15 @@ def test_a_request_out_of_time_ends_wherever_it_is(world: Told):
 
 
 def test_a_client_that_never_attaches_is_given_up(world: Told):
-    reserved, resident = world.reserve(100, 10), world.resident(attach=False)
+    reserved, whole = world.reserve(100, 10), world.reserve(100, 10)
+    world.all_ready(whole, TOKEN)
     world.advance(29)
-    assert world.planner.counters()["resident"] == 1
+    assert world.planner.counters()["receiving"] == 1 and not world.rooms[whole].installed
     world.advance(2)
-    world.all_drained(reserved)
-    assert world.last(ev.RoomEnded).failure.code == "cancelled"
-    assert world.rooms[resident].states[-1] is State.CANCELLED
+    for room in (reserved, whole):
+        world.all_drained(room)
+        assert world.last(ev.RoomEnded).failure.code == "cancelled"
+        assert world.planner.requests == (1 if room == reserved else 0)
     world.settle()
 
 
@@ -388,11 +389,13 @@ def test_a_client_that_attaches_after_a_failure_hears_of_it(world: Told):
     assert world.last(ev.PublishEnd).end == ev.ToldByPrefill()
 
 
-def test_what_a_late_client_has_heard_is_not_kept(world: Told):
-    room = world.resident(max_tokens=3, attach=False)
-    world.run(2)
-    assert world.planner.counters()["lingering"] == world.planner.requests == 1
+def test_nothing_is_installed_for_a_client_that_is_not_here(world: Told):
+    room = world.reserve(100, 3)
+    world.all_ready(room, TOKEN)
+    assert not world.rooms[room].installed and world.launch() is None
     world.attach(room)
+    assert world.rooms[room].installed
+    world.run(2)
     assert world.end_of(room).completion_tokens == 3 and world.planner.requests == 0
 
 

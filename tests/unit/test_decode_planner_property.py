@@ -165,7 +165,7 @@ def live_busily(seed: int, width: int, steps: int) -> DecodeWorld:
         roll = choice.random()
         if roll < 0.10:
             room = world.reserve(choice.randint(1, 300), choice.choice([1, 30, 1200, 1200]), ignore_eos=choice.random() < 0.9)
-            if world.rooms[room].manifest is not None and choice.random() < 0.9:
+            if world.rooms[room].manifest is not None and choice.random() < 0.98:
                 world.attach(room)
         elif roll < 0.25 and (rooms := world.that(unready)):
             room = choice.choice(rooms)

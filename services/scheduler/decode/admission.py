@@ -6,7 +6,7 @@ from services.contracts.geometry import blocks_for
 from services.contracts.placement import Manifest
 from services.scheduler.decode.capacity import Holding, Load, Pool, choose, growth
 from services.scheduler.decode.events import Failure, ReserveAsked
-from services.scheduler.decode.request import Lingering, Releasing, Request
+from services.scheduler.decode.request import Releasing, Request
 from services.scheduler.decode.shape import EngineShape
 
 
@@ -65,8 +65,6 @@ def manifest(asked: ReserveAsked, shape: EngineShape, pool: Pool, holding: Holdi
 def _loads(shape: EngineShape, pools: Sequence[Pool], requests: Iterable[Request]) -> list[Load]:
     promised, quarantined = [0] * len(pools), [0] * len(pools)
     for request in requests:
-        if isinstance(request.state, Lingering):
-            continue
         holding = request.state.holding
         promised[holding.replica] += request.growth(shape.rows_ahead)
         if isinstance(request.state, Releasing):

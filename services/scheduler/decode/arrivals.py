@@ -76,11 +76,14 @@ class Arrivals:
             self._fail(request, "PD_ROUTE", f"rank {ready.rank} reports room {room} twice, with different contents")
             return
         state.progressed_at = self._rooms.now
-        if len(state.arrivals) == self._shape.tp_size:
-            self._complete(request, state)
+        self.install_when_whole(request)
 
-    def _complete(self, request: Request, state: Receiving) -> None:
-        """Every rank has its shard: install, all or nothing."""
+    def install_when_whole(self, request: Request) -> None:
+        """All or nothing: every rank has its shard, and the client's stream is here. Until then its stream to the prefill
+        scheduler stays open, so that one of the two notices whenever it leaves."""
+        state = request.state
+        if not isinstance(state, Receiving) or len(state.arrivals) < self._shape.tp_size:
+            return
         windows = sorted({(ready.token, ready.window) for ready in state.arrivals.values()})
         token, window = windows[0]
         width = self._shape.verify_width
@@ -90,6 +93,8 @@ class Arrivals:
             return
         if request.ends_with(token):
             return  # the prefill scheduler ends the request and cancels the room; no token of it comes from here
+        if not request.attached:
+            return
         self._installs += 1
         progress = Progress(
             order=self._installs,

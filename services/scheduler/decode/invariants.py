@@ -6,13 +6,13 @@ from services.contracts.geometry import blocks_for
 from services.contracts.ids import Room
 from services.scheduler.decode.capacity import Pool
 from services.scheduler.decode.events import Client
-from services.scheduler.decode.request import Decoding, Finishing, Installed, Lingering, Request, Tombstones
+from services.scheduler.decode.request import Decoding, Finishing, Installed, Request, Tombstones
 from services.scheduler.decode.rounds import LaunchedRound
 
 
 def check_pools(requests: Mapping[Room, Request], pools: Sequence[Pool]) -> None:
     """No place, slot or block is held twice or lost."""
-    holdings = [request.state.holding for request in requests.values() if not isinstance(request.state, Lingering)]
+    holdings = [request.state.holding for request in requests.values()]
     for pool in pools:
         pool.check([holding for holding in holdings if holding.replica == pool.replica])
 
@@ -30,6 +30,7 @@ def check_residents(
             state = request.state
             assert requests.get(room) is request, f"{room} is resident and unknown"
             assert isinstance(state, Installed | Decoding) and state.holding.replica == replica, f"{room} is no resident"
+            assert request.attached, f"{room} goes on for nobody"
             assert request.end is None and state.progress.completion < request.budget, f"{room} should have ended"
             rows = state.progress.position + rows_ahead
             assert launched is not None or len(state.holding.blocks) >= blocks_for(rows), f"{room} lacks a block"

@@ -13,7 +13,6 @@ from services.scheduler.decode.arrivals import DRAIN_S, Arrivals
 from services.scheduler.decode.request import (
     Decoding,
     Installed,
-    Lingering,
     Phase,
     Receiving,
     Releasing,
@@ -70,7 +69,7 @@ class DecodePlanner:
 
     @property
     def requests(self) -> int:
-        """How many are here, those that linger included."""
+        """How many are here."""
         return len(self._rooms.requests)
 
     def knows(self, request_id: RequestId) -> bool:
@@ -108,8 +107,6 @@ class DecodePlanner:
                 rooms.tombstones.bury(event.room, ev.ToldByPrefill())
             rooms.emit(ev.RoomEnded(event.pair, event.room, None))
             return
-        if isinstance(request.state, Lingering):
-            rooms.emit(ev.RoomEnded(event.pair, event.room, None))
         request.awaited = True
         self._end(request, event.failure)
 
@@ -125,7 +122,9 @@ class DecodePlanner:
 
     # ---- clients
     def _attach(self, event: ev.ClientAttached) -> None:
-        self._rooms.attach(event)
+        request = self._rooms.attach(event)
+        if request is not None:
+            self._arrivals.install_when_whole(request)
 
     def _client_gone(self, event: ev.ClientGone) -> None:
         request = self._rooms.detach(event.client)
@@ -153,8 +152,6 @@ class DecodePlanner:
                     silent = f"agents of ranks {sorted(ranks)}"
                     self._lose_for(f"{silent} did not let go of room {request.room} within {DRAIN_S:g} s")
                     return
-                case Lingering():
-                    self._rooms.forget(request)
                 case _:
                     self._end(request, request.overdue(now))
 
@@ -174,8 +171,6 @@ class DecodePlanner:
             match request.state:
                 case Reserved() | Receiving() | Releasing():
                     self._arrivals.lose(request, failure)
-                case Lingering():
-                    pass
                 case _:
                     self._residents.lose(request, failure)
         self._rooms.requests.clear()
@@ -247,11 +242,10 @@ class DecodePlanner:
             (Phase.INSTALLED, ev.EndAsked): residents.end,
             (Phase.DECODING, ev.EndAsked): residents.end,
             (Phase.FINISHING, ev.EndAsked): _ends_already,
-            (Phase.LINGERING, ev.EndAsked): _ends_already,
             # an installed request needs its agents no more
             **dict.fromkeys(
                 product(
-                    (Phase.INSTALLED, Phase.DECODING, Phase.FINISHING, Phase.LINGERING),
+                    (Phase.INSTALLED, Phase.DECODING, Phase.FINISHING),
                     (ev.AgentRankReady, ev.AgentRoomFailed, ev.AgentDrained),
                 ),
                 ignore,

@@ -5,11 +5,11 @@
         └──── cancel, failure, loss ───┴──► RELEASING                 └── stop, cancel, abort ─┴─► FINISHING
                                                │ all agents drained                                  │ launched round landed
                                                ▼                                                     ▼
-                                              gone ◄──── attached, or out of time ──── LINGERING ◄───┴──► gone
+                                              gone                                                  gone
 
 A room that is not installed leaves through RELEASING: its agents may still write to its blocks until they say Drained.
-An installed one leaves through FINISHING: the workers may still write until the launched round has landed. LINGERING
-holds nothing but the tokens of a client that has not attached yet.
+An installed one leaves through FINISHING: the workers may still write until the launched round has landed. A room whose
+client has not attached is not installed.
 """
 
 from collections import OrderedDict
@@ -35,7 +35,6 @@ class Phase(Enum):
     DECODING = auto()
     FINISHING = auto()
     RELEASING = auto()
-    LINGERING = auto()
 
 
 @dataclass(slots=True)
@@ -116,12 +115,7 @@ class Releasing:
     drained_by: float
 
 
-@dataclass(slots=True)
-class Lingering:
-    phase: ClassVar = Phase.LINGERING
-
-
-AnyState = Reserved | Receiving | Installed | Decoding | Finishing | Releasing | Lingering
+AnyState = Reserved | Receiving | Installed | Decoding | Finishing | Releasing
 
 
 @dataclass(slots=True)
@@ -137,7 +131,6 @@ class Request:
     state: AnyState
     client: Client | None = None  # the stream that follows it now
     attached: bool = False  # there was one; it does not come back
-    unsent: list[Token] = field(default_factory=list[Token])  # for a client that has not attached yet
     end: End | None = None
     orphaned: bool = False  # its prefill scheduler is gone
     awaited: bool = False  # installed, yet P waits for its RoomEnded

@@ -5,7 +5,7 @@ from services.contracts.geometry import blocks_for
 from services.contracts.lifecycle import State
 from services.scheduler.decode import report
 from services.scheduler.decode.capacity import Holding, Pool
-from services.scheduler.decode.request import Decoding, Finishing, Installed, Lingering, Progress, Request
+from services.scheduler.decode.request import Decoding, Finishing, Installed, Progress, Request
 from services.scheduler.decode.rooms import Rooms
 from services.scheduler.decode.rounds import launch, mismatch
 
@@ -136,7 +136,4 @@ class Residents:
         rooms.totals[kinds.get(state, "requests_failed")] += 1
         if request.awaited:
             rooms.emit(ev.RoomEnded(request.asked.pair, request.room, end if isinstance(end, ev.Failure) else None))
-        if request.attached or rooms.now >= request.attach_by:
-            rooms.forget(request)
-        else:
-            request.state = Lingering()
+        rooms.forget(request)

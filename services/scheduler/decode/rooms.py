@@ -7,7 +7,7 @@ from services.contracts.ids import Replica, Room, Token
 from services.contracts.lifecycle import State
 from services.scheduler.decode import invariants, report
 from services.scheduler.decode.capacity import Holding, Pool
-from services.scheduler.decode.request import Lingering, Phase, Releasing, Request, Tombstones
+from services.scheduler.decode.request import Phase, Releasing, Request, Tombstones
 from services.scheduler.decode.rounds import LaunchedRound
 from services.scheduler.decode.shape import EngineShape
 
@@ -55,12 +55,9 @@ class Rooms:
         self.emit(ev.WriteTransition(asked.request_id, state, asked.attempt, request.next_step(state), fields))
 
     def publish(self, request: Request, tokens: tuple[Token, ...]) -> None:
-        """To its client, or kept for the one that has not attached yet."""
         self.totals["tokens"] += len(tokens)
         if request.client is not None:
             self.emit(ev.PublishTokens(request.client, tokens))
-        else:
-            request.unsent += tokens
 
     def end(self, request: Request, end: ev.End) -> None:
         request.end = end
@@ -83,21 +80,17 @@ class Rooms:
         self.tombstones.bury(request.room, request.end)
 
     # ---- clients
-    def attach(self, event: ev.ClientAttached) -> None:
-        """A client's stream follows its request from the first token, or ends with the reason why not."""
+    def attach(self, event: ev.ClientAttached) -> Request | None:
+        """A client's stream follows its request from the first token, or ends with the reason why not -> that request."""
         request = self.requests.get(event.room)
         if request is None or request.asked.request_id != event.request_id or request.attached:
             self.emit(ev.PublishEnd(event.client, self._why_not(event, request)))
-            return
+            return None
         request.client, request.attached = event.client, True
         self.clients[event.client] = event.room
-        if request.unsent:
-            self.emit(ev.PublishTokens(event.client, tuple(request.unsent)))
-            request.unsent.clear()
         if request.end is not None:
             self.emit(ev.PublishEnd(event.client, request.end))
-        if isinstance(request.state, Lingering):
-            self.forget(request)
+        return request
 
     def detach(self, client: ev.Client) -> Request | None:
         """The stream ended -> the request that it followed, if that is still here."""
@@ -123,8 +116,6 @@ class Rooms:
         match request.state:
             case Releasing(drained_by=time):
                 return time
-            case Lingering():
-                return request.attach_by
             case _:
                 return request.due
 
@@ -136,7 +127,6 @@ class Rooms:
             "resident": phases.count(Phase.INSTALLED) + phases.count(Phase.DECODING),
             "finishing": phases.count(Phase.FINISHING),
             "quarantined": phases.count(Phase.RELEASING),
-            "lingering": phases.count(Phase.LINGERING),
             "blocks_used": sum(pool.blocks.used for pool in self.pools),
             "slots_used": sum(pool.slots.used for pool in self.pools),
             "places_used": sum(pool.places_used for pool in self.pools),
