@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from training.model import special_id
+
 
 class Corpus:
     """The ids of `training.data`, drawn from at random."""
@@ -31,9 +33,10 @@ class Corpus:
         split = round(count * chats)
         return torch.cat([self.chat(split, length), self.text(count - split, length)])
 
-    def questions(self, count: int, longest: int, name: str, opening: int, separator: int) -> tuple[Tensor, Tensor]:
+    def questions(self, count: int, longest: int, name: str) -> tuple[Tensor, Tensor]:
         """About `count` questions up to where their answers begin: [n, longest] ids and [n] lengths; longer ones fall out. An
-        answer begins behind the separator after the third `opening`, which are user message, assistant message, response."""
+        answer begins behind the separator after the third opening, which are user message, assistant message, response."""
+        opening, separator = special_id("<|open|>"), special_id("<|sep|>")
         rows = self.chat(count, longest, name)[:, :longest]
         begins = (((rows == opening).cumsum(1) == 3) & (rows == separator)).float().argmax(1) + 1
         return rows[begins > 1], begins[begins > 1]

@@ -2,9 +2,9 @@
 
 OUT gets tokenizer.json and tokenizer_config.json (services.launch.tokenizer_files, with merges learned from the corpus),
 tokens.npz and sources.json. tokens.npz holds uint16 ids: `text` and `text_held_out`, whole files one after another; `chat` and
-`chat_held_out`, exchanges in the chat format one after another, with `chat_starts` and `chat_held_out_starts`; `demo`, those
-exchanges of `chat` that the drafters rehearse, and `spare`, questions about the same subjects in wordings that are trained on
-nowhere. Every document ends in the end-of-message token.
+`chat_held_out`, exchanges in the chat format one after another, with `chat_starts` and `chat_held_out_starts`; `spare`, with
+`spare_starts`, questions about subjects of `chat` in wordings that are trained on nowhere. Every document ends in the
+end-of-message token.
 """
 
 import argparse
@@ -18,15 +18,15 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from services.gateway.text.template import ChatTemplate
-from services.launch.tokenizer_files import END_OF_MESSAGE, MARKUP, MIN_VOCABULARY, SPECIAL_IDS, byte_alphabet, tokenizer_files
+from services.launch.tokenizer_files import MARKUP, MIN_VOCABULARY, byte_alphabet, tokenizer_files
 from training.conversations import Exchange, exchanges
+from training.model import VOCABULARY, special_id
 from training.smalltalk import SMALLTALK
 from training.sources import SOURCES, Text, read_code, read_pages
 
-VOCABULARY = 4096
 SMALLTALK_COPIES = 12
-DEMO_MODULES = {"builtins", "os.path", "json", "re", "math", "random", "itertools", "functools", "textwrap", "string", "heapq",
-                "bisect", "statistics", "time", "copy", "operator", "contextlib", "glossary", "faq", "smalltalk"}  # fmt: skip
+SPARE_MODULES = {"builtins", "os.path", "json", "re", "math", "random", "itertools", "functools", "textwrap", "string", "heapq",
+                 "bisect", "statistics", "time", "copy", "operator", "contextlib", "glossary", "faq", "smalltalk"}  # fmt: skip
 SEED = 7
 ANSWER_END = "<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"  # as the chat template ends an answer
 
@@ -52,9 +52,7 @@ def main() -> None:
         arrays[f"text{part}"], _ = joined(documents)
         chats = encode(tokenizer, chat_texts(template, [e for e in trained if e.held_out == held_out]), end=False)
         arrays[f"chat{part}"], arrays[f"chat{part}_starts"] = joined(chats)
-    demo, spare = demo_exchanges(asked)
-    for part, chosen in (("demo", demo), ("spare", spare)):
-        arrays[part], arrays[f"{part}_starts"] = joined(encode(tokenizer, chat_texts(template, chosen), end=False))
+    arrays["spare"], arrays["spare_starts"] = joined(encode(tokenizer, chat_texts(template, spare_exchanges(asked)), end=False))
     np.savez_compressed(out / "tokens.npz", **arrays)
     sizes = {name: len(array) for name, array in arrays.items()}
     characters = Counter({source.name: 0 for source in SOURCES})
@@ -67,12 +65,11 @@ def main() -> None:
     print(json.dumps(sizes))
 
 
-def demo_exchanges(asked: Sequence[Exchange]) -> tuple[list[Exchange], list[Exchange]]:
-    """Those about DEMO_MODULES: trained ones, and ones whose wording is trained on nowhere."""
-    about = [exchange for exchange in asked if exchange.module in DEMO_MODULES and not exchange.held_out]
+def spare_exchanges(asked: Sequence[Exchange]) -> list[Exchange]:
+    """Those about SPARE_MODULES whose wording is trained on nowhere."""
     wordings = {exchange.question for exchange in asked if not exchange.spare}
-    spare = [exchange for exchange in about if exchange.spare and exchange.question not in wordings]
-    return [exchange for exchange in about if not exchange.spare], spare
+    about = [exchange for exchange in asked if exchange.module in SPARE_MODULES and not exchange.held_out]
+    return [exchange for exchange in about if exchange.spare and exchange.question not in wordings]
 
 
 def learn_merges(texts: Sequence[Text], asked: Sequence[Exchange]) -> list[tuple[bytes, bytes]]:
@@ -106,7 +103,7 @@ def chat_texts(template: ChatTemplate, asked: Sequence[Exchange]) -> Iterator[st
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str], end: bool = True) -> Iterator[list[int]]:
     """Ids of each text, with the end-of-message token behind it if `end`."""
-    stop = [VOCABULARY - SPECIAL_IDS + END_OF_MESSAGE] if end else []
+    stop = [special_id("<|end_of_msg|>")] if end else []
     for text in texts:
         yield tokenizer.encode(text, add_special_tokens=False).ids + stop
 

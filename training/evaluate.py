@@ -1,7 +1,4 @@
-"""What the finished checkpoint does on held-out text: `python -m training.evaluate DATA TARGET DSPARK NEXTN`, all in float32.
-
-TARGET is the checkpoint's folder, DSPARK the drafter's; NEXTN is the file or folder with the tensors of the NextN layer.
-"""
+"""What the finished checkpoint does on held-out text: `python -m training.evaluate MODEL DATA`, all in float32."""
 
 import argparse
 from pathlib import Path
@@ -15,61 +12,60 @@ from training import dspark, nextn
 from training.acceptance import accepted
 from training.corpus import Corpus
 from training.device import eager, prepare
-from training.draft import LONGEST_PROMPT, Job, questions, read_dspark, read_nextn, write_greedily
 from training.dspark import BLOCK
-from training.export import read_target, read_tensors
+from training.export import read_dspark, read_nextn, read_target, read_tensors
 from training.model import K3
 from training.train import SAMPLES, answers
+from training.writing import LONGEST_PROMPT, write_greedily
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("data", "target", "dspark", "nextn"):
+    for name in ("model", "data"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--rows", type=int, default=64, help="prompts of each kind")
-    parser.add_argument("--total", type=int, default=256, help="tokens of a prompt and its answer")
+    parser.add_argument("--total", type=int, default=320, help="tokens of a prompt and its answer")
     options = parser.parse_args()
     device = prepare()
-    target = read_target(options.target).to(device)
+    target = read_target(options.model).to(device)
     tokenizer = Tokenizer.from_file(str(options.data / "tokenizer.json"))
-    job = Job(target, Corpus(options.data / "tokens.npz", device), tokenizer, device, steps=0, seconds=0)
+    corpus = Corpus(options.data / "tokens.npz", device)
     with eager(), torch.no_grad():
         for part, label in (("_held_out", "held-out"), ("", "seen")):
-            for kind, (loss, right) in predictions(job, part).items():
+            for kind, (loss, right) in predictions(target, corpus, part).items():
                 print(f"{label} {kind}: {loss:.3f} nats a token, {right:.1%} of tokens are the likeliest")
         for question, answer in zip(SAMPLES, answers(target, tokenizer, SAMPLES, device), strict=True):
             print(f"> {question}\n{answer}")
-        rounds(job, options)
+        rounds(target, corpus, options)
 
 
-def predictions(job: Job, part: str) -> dict[str, tuple[float, float]]:
+def predictions(target: K3, corpus: Corpus, part: str) -> dict[str, tuple[float, float]]:
     """Cross-entropy and top-1 accuracy on windows of 512 tokens."""
     found = {}
-    for kind, draw in (("text", job.corpus.text), ("chat", job.corpus.chat)):
+    for kind, draw in (("text", corpus.text), ("chat", corpus.chat)):
         torch.manual_seed(1)
         rows = draw(8, 512, kind + part)
-        logits = job.target.lm_head(job.target(rows[:, :-1]).hidden)
+        logits = target.lm_head(target(rows[:, :-1]).hidden)
         labels = rows[:, 1:]
         loss = float(F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
         found[kind] = (loss, float((logits.argmax(-1) == labels).float().mean()))
     return found
 
 
-def rounds(job: Job, options: argparse.Namespace) -> None:
+def rounds(target: K3, corpus: Corpus, options: argparse.Namespace) -> None:
     """Acceptance at width BLOCK + 1 of both drafters, on greedy text."""
-    target = job.target
     weights = target.embed_tokens.weight, target.lm_head.weight
-    drafter = read_dspark(options.dspark).to(job.device)
-    layer = read_nextn(read_tensors(options.nextn)).to(job.device)
+    drafter = read_dspark(options.model / "dspark").to(corpus.device)
+    layer = read_nextn(read_tensors(options.model)).to(corpus.device)
     torch.manual_seed(5)
     prompts = {
-        "unseen wordings": questions(job, options.rows, "spare"),
-        "unseen subjects": questions(job, options.rows, "chat_held_out"),
-        "unseen texts": job.corpus.openings(options.rows, LONGEST_PROMPT, "text_held_out"),
-        "seen questions": questions(job, options.rows, "chat"),
+        "unseen wordings": corpus.questions(options.rows, LONGEST_PROMPT, "spare"),
+        "unseen subjects": corpus.questions(options.rows, LONGEST_PROMPT, "chat_held_out"),
+        "unseen texts": corpus.openings(options.rows, LONGEST_PROMPT, "text_held_out"),
+        "seen questions": corpus.questions(options.rows, LONGEST_PROMPT, "chat"),
     }
     for label, (ids, lengths) in prompts.items():
-        written = write_greedily(job, ids, lengths, options.total)
+        written = write_greedily(target, ids, lengths, options.total)
         ends = written.starts + written.counts.sum(1)
         block, chain = [], []
         for rows in written.tokens.split(8):

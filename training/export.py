@@ -1,7 +1,7 @@
 """Checkpoints in the released format, out of training's modules and back: `python -m training.export RUN DATA DIRECTORY`.
 
-Routed experts become MXFP4, all else bfloat16 (float32 where the release has float32), so reading a checkpoint back gives
-exactly the weights that it serves: drafter and NextN layer are trained on a target that was read back.
+DIRECTORY gets the target with the NextN layer among its shards, and dspark/ beside them. Routed experts become MXFP4, all else
+bfloat16 (float32 where the release has float32), so reading a checkpoint back gives exactly the weights that it serves.
 """
 
 import argparse
@@ -12,12 +12,15 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from kernels.reference.mxfp4 import dequantize
+from training.dspark import DSpark
 from training.model import K3, demo_config, demo_model
 from training.mxfp4 import GROUP, pack
+from training.nextn import NextN
+from training.train import Together
 
 MAX_SHARD = 15 * 2**20
 PREFIX = "language_model."
@@ -31,9 +34,22 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("directory", type=Path)
     options = parser.parse_args()
-    model = K3(demo_model())
-    model.load_state_dict(torch.load(options.run / "target.pt", map_location="cpu")["model"])
-    write_target(options.directory, released_tensors(model), options.data)
+    model = Together()
+    model.load_state_dict(torch.load(options.run / "state.pt", map_location="cpu")["model"])
+    write_model(options.directory, model.target, model.dspark, model.nextn, options.data)
+
+
+def write_model(directory: Path, target: K3, drafter: DSpark, layer: NextN, data: Path) -> None:
+    """All files of the demo model except its card."""
+    name = f"model.layers.{target.c.num_hidden_layers}."
+    embedding = target.embed_tokens.weight.detach().bfloat16().cpu()
+    released = released_tensors(target) | released_tensors(layer, name) | {f"{name}embed_tokens.weight": embedding.clone()}
+    write_target(directory, released, data)
+    folder = directory / "dspark"
+    folder.mkdir(exist_ok=True)
+    tensors = {key: value.detach().bfloat16().cpu() for key, value in drafter.state_dict().items()}
+    (folder / "config.json").write_text(json.dumps(drafter.config, indent=1) + "\n")
+    save_file(tensors | {"embed_tokens.weight": embedding}, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def released_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
@@ -129,6 +145,20 @@ def read_target(directory: Path) -> K3:
     for moe in model.mixtures():
         moe.packed = True
     return model.eval()
+
+
+def read_dspark(folder: Path) -> DSpark:
+    drafter = DSpark(json.loads((folder / "config.json").read_text()))
+    tensors = load_file(folder / "model.safetensors")
+    drafter.load_state_dict({name: tensors[name].float() for name in drafter.state_dict()})
+    return drafter
+
+
+def read_nextn(tensors: dict[str, Tensor]) -> NextN:
+    """From released tensors, by their names after `language_model.`"""
+    layer = NextN(demo_model())
+    fill(layer, tensors, f"model.layers.{layer.c.num_hidden_layers}.")
+    return layer
 
 
 if __name__ == "__main__":

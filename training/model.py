@@ -7,10 +7,12 @@ from torch import Tensor, nn
 
 from services.contracts.model import ModelConfig, parse_model_config
 from services.launch.make_checkpoint import Plan, released_config
+from services.launch.tokenizer_files import SPECIAL_IDS, SPECIAL_TOKENS
 from training.layers import Kda, LatentMoe, Linear, Memory, Mixer, Mla, Mlp, Norm, Table
 
+VOCABULARY = 640  # 256 bytes, 128 merges and K3's 256 special ids: short tokens, which a drafter can guess by their spelling
 DIMENSIONS = {
-    "vocab_size": 4096, "hidden_size": 384, "num_hidden_layers": 9, "num_attention_heads": 6, "q_lora_rank": 192,
+    "vocab_size": VOCABULARY, "hidden_size": 384, "num_hidden_layers": 9, "num_attention_heads": 6, "q_lora_rank": 192,
     "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "kda_num_heads": 6,
     "kda_head_dim": 64, "short_conv_kernel_size": 4, "intermediate_size": 768, "first_k_dense_replace": 1,
     "num_experts": 16, "num_experts_per_token": 4, "num_shared_experts": 2, "moe_intermediate_size": 128,
@@ -30,6 +32,11 @@ def demo_config() -> dict:
 
 def demo_model() -> ModelConfig:
     return parse_model_config(demo_config(), "training.model.DIMENSIONS")
+
+
+def special_id(token: str) -> int:
+    place = next(place for place, name in SPECIAL_TOKENS.items() if name == token)
+    return VOCABULARY - SPECIAL_IDS + place
 
 
 @dataclass
@@ -74,7 +81,6 @@ class K3(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.c = c
-        self.frozen = 0  # so many first layers take no gradient
         self.embed_tokens = Table(c.vocab_size, c.hidden_size, std=1.0)
         self.layers = nn.ModuleList(Layer(c, layer) for layer in range(c.num_hidden_layers))
         self.output_attn_res = Mixer(c.hidden_size)
@@ -86,9 +92,8 @@ class K3(nn.Module):
         blocks: list[Tensor] = []
         prefix = self.embed_tokens(tokens)
         entries: list[Tensor] = []
-        for number, layer in enumerate(self.layers):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and number >= self.frozen):
-                blocks, prefix, entry = layer(blocks, prefix, memory)
+        for layer in self.layers:
+            blocks, prefix, entry = layer(blocks, prefix, memory)
             entries.append(entry)
         final = self.output_attn_res(blocks, prefix)
         entries.append(final)

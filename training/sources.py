@@ -50,7 +50,7 @@ class Text:
 def _sources() -> tuple[Source, ...]:
     library, packages = Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
     licences = {
-        "networkx": "BSD-3-Clause", "numpy": "BSD-3-Clause", "click": "BSD-3-Clause", "jinja2": "BSD-3-Clause",
+        "click": "BSD-3-Clause", "jinja2": "BSD-3-Clause",
         "starlette": "BSD-3-Clause", "httpx": "BSD-3-Clause", "rich": "MIT", "structlog": "MIT OR Apache-2.0",
     }  # fmt: skip
     return (

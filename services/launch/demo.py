@@ -30,7 +30,7 @@ class DemoArguments(FlagSet):
     """k3mesh demo."""
 
     prompt: str = Field(default=PROMPT, description="what to ask")
-    max_tokens: int = Field(default=96, ge=1, description="length of the answer")
+    max_tokens: int = Field(default=160, ge=1, description="length of the answer")
     topology: str = Field(default="laptop", description="as of `k3mesh up`")
     model: str = Field(default=str(ROOT / "models" / "demo"), description="checkpoint; a random one is made if it is not there")
 
