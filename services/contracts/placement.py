@@ -26,6 +26,7 @@ SAME = (
     "speculative_algorithm",
     "tp_size",
 )
+FAULTS_TOLD = 20  # of a pair that does not fit; a wrong dtype is a fault of every field
 SAME_FIELD = ("layer", "kind", "dtype", "shape", "parts", "payload")
 
 
@@ -218,7 +219,7 @@ def _place(field: Field, arena_id: int, offset: int) -> FieldPlace:
 def pair_check(p_stages: Sequence[Placement], d: Placement) -> None:
     """Whether these stages of a prefill engine, all of one tensor-parallel rank, can fill this decode rank's cache.
 
-    Raises ConfigError (detail PD_CONTRACT) that names the field at fault and both values (§4 rules 1 to 5, §6).
+    Raises ConfigError (detail PD_CONTRACT) that names every mismatch with its field and both values (§4 rules 1 to 5, §6).
     """
     d.check()
     for record, role in ((d, "decode"), *((p, "prefill") for p in p_stages)):
@@ -233,42 +234,57 @@ def pair_check(p_stages: Sequence[Placement], d: Placement) -> None:
             )
         if p.engine_id != p_stages[0].engine_id or p.engine_epoch != p_stages[0].engine_epoch:
             raise _refusal(f"{p.name} and {p_stages[0].name} are not of one engine epoch; restart the prefill engine")
-        check_contract(p, d)
-        for key in ("num_blocks", "num_slots"):
-            _same(key, p, getattr(p, key), p_stages[0], getattr(p_stages[0], key))
-    _check_fields(p_stages, d)
+    faults = [fault for p in p_stages for fault in _contract_faults(p, d)]
+    faults += [
+        fault for key in ("num_blocks", "num_slots") for p in p_stages for fault in _differs(key, p, p_stages[0])
+    ]  # of one request's ids, on every stage
+    _raise(faults + _field_faults(p_stages, d))
 
 
 def check_contract(p: Placement, d: Placement) -> None:
     """What one stage can tell of a pair by itself: the values that all ranks of both engines share. Raises ConfigError."""
-    for key in (*SAME, "tp_rank"):
-        _same(key, p, getattr(p, key), d, getattr(d, key))
+    _raise(_contract_faults(p, d))
 
 
-def _check_fields(p_stages: Sequence[Placement], d: Placement) -> None:
+def _contract_faults(p: Placement, d: Placement) -> list[str]:
+    return [fault for key in (*SAME, "tp_rank") for fault in _differs(key, p, d)]
+
+
+def _field_faults(p_stages: Sequence[Placement], d: Placement) -> list[str]:
+    """Every field has one owner, and is the same on both sides but for where it lies."""
+    faults: list[str] = []
     wanted = {field.field_id: field for field in d.fields}
     owners: dict[str, Placement] = {}
     for p in p_stages:
         for field in p.fields:
-            if field.field_id in owners:
-                raise _refusal(f"field {field.field_id} has two owners, {owners[field.field_id].name} and {p.name}")
-            owners[field.field_id] = p
-            if field.field_id not in wanted:
-                raise _refusal(f"field {field.field_id} of {p.name} is not in the cache of {d.name}; start both with one model")
-            for key in SAME_FIELD:
-                _same(f"{field.field_id}.{key}", p, getattr(field, key), d, getattr(wanted[field.field_id], key))
-    if missing := [field for field in wanted if field not in owners]:
-        raise _refusal(
-            f"field {missing[0]} of {d.name} has no owner on {p_stages[0].engine_id if p_stages else 'any stage'}; "
-            "start both engines with one model and drafter"
-        )
+            owner = owners.setdefault(field.field_id, p)
+            if owner is not p:
+                faults.append(f"field {field.field_id} has two owners, {owner.name} and {p.name}")
+            elif field.field_id not in wanted:
+                faults.append(f"field {field.field_id} of {p.name} is not in the cache of {d.name}")
+            else:
+                for key in SAME_FIELD:
+                    found, want = getattr(field, key), getattr(wanted[field.field_id], key)
+                    if found != want:
+                        faults.append(_difference(f"{field.field_id}.{key}", found, p, want, d))
+    engine = p_stages[0].engine_id if p_stages else "any stage"
+    return faults + [f"field {field} of {d.name} has no owner on {engine}" for field in wanted if field not in owners]
 
 
-def _same(key: str, p: Placement, found: object, d: Placement, wanted: object) -> None:
-    if found != wanted:
-        raise _refusal(
-            f"{key} is {found!r} on {p.name} and {wanted!r} on {d.name}; they must be equal, start both engines with one value"
-        )
+def _differs(key: str, one: Placement, other: Placement) -> list[str]:
+    found, wanted = getattr(one, key), getattr(other, key)
+    return [] if found == wanted else [_difference(key, found, one, wanted, other)]
+
+
+def _difference(name: str, found: object, one: Placement, wanted: object, other: Placement) -> str:
+    return f"{name} is {found!r} on {one.name} and {wanted!r} on {other.name}"
+
+
+def _raise(faults: Sequence[str]) -> None:
+    if faults:
+        more = f"; and {len(faults) - FAULTS_TOLD} more" if len(faults) > FAULTS_TOLD else ""
+        told = "; ".join(faults[:FAULTS_TOLD]) + more
+        raise _refusal(f"{told}. Start both engines with one release, model, drafter and set of flags")
 
 
 def _refusal(message: str) -> ConfigError:

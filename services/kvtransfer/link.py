@@ -35,12 +35,13 @@ class Hello:
 
 
 class PeerLink:
-    """The stream as both ends see it. `ended` holds the reason once it is over."""
+    """The stream as both ends see it. `ended` holds the reason once it is over, `gone` whether it is the peer's silence."""
 
     def __init__(self, number: Link, beat: float):
         """`beat`: seconds of silence before a heartbeat is sent, and after which one is missed."""
         self.number = number
         self._beat = beat
+        self.gone = False
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._out: asyncio.Queue[transfer_pb2.PeerMessage | None] = asyncio.Queue()
 
@@ -117,6 +118,7 @@ class PeerLink:
                     case _:
                         deliver(FromPeer(self.number, wire.read_peer_message(message)))
         except TimeoutError:
+            self.gone = not self.ended.done()
             reason = f"{MISSED_BEATS} heartbeats missed"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"

@@ -155,9 +155,18 @@ class Paired:
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """Nothing more comes from this link. On D the pairing is lost with it."""
+    """Nothing more comes from this link. On D the pairing is lost with it. Rooms wait for the next link to the same life of
+    the peer, unless it does not answer: it is `gone`."""
 
     link: Link
+    reason: str
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """D: a pairing that was lost could not be made again at once."""
+
     reason: str
 
 

@@ -15,7 +15,7 @@ from k3mesh.errors import ConfigError, EngineLost, MeshError
 from k3mesh.v1 import transfer_pb2, transfer_pb2_grpc
 from services.contracts.placement import pair_check
 from services.kvtransfer.link import Hello, PeerLink
-from services.kvtransfer.messages import Failure, Paired
+from services.kvtransfer.messages import Failure, Paired, PeerGone
 from services.kvtransfer.peers import Peers
 from services.runtime import channels
 from services.runtime.telemetry import log
@@ -84,10 +84,12 @@ class Pairer:
             error = await self._live(wanted)
             if error is None:  # it stood, and was lost
                 until, pause = clock() + DIAL_S, PAUSE_S
-            elif isinstance(error, ConfigError) or clock() >= until:
-                log.error("not paired", engine=wanted.engine_id, reason=error.message)
-                self._report(Outcome(wanted, Failure.of(error)))
-                return
+            else:
+                self._peers.post(PeerGone(error.message))
+                if isinstance(error, ConfigError) or clock() >= until:
+                    log.error("not paired", engine=wanted.engine_id, reason=error.message)
+                    self._report(Outcome(wanted, Failure.of(error)))
+                    return
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

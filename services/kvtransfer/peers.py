@@ -62,7 +62,7 @@ class Peers:
         """The link is over: fence its endpoint. Sends and receives on it end by this."""
         line = self._lines.pop(link.number, None)
         if line is not None:
-            self.post(LinkLost(link.number, link.ended.result()))
+            self.post(LinkLost(link.number, link.ended.result(), link.gone))
             task = asyncio.ensure_future(line.endpoint.abort())
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)

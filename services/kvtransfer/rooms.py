@@ -39,26 +39,34 @@ class Peer:
 
 @dataclass(slots=True)
 class Source:
-    """A room whose blocks and slot this rank holds."""
+    """A room whose blocks and slot this rank holds. Without a link it waits for the next one to its peer."""
 
-    link: m.Link
+    link: m.Link | None
+    peer: Placement
     manifest: Manifest
     deadline: float
     phase: Phase = Phase.BOOTSTRAPPED
     table: list[int] = field(default_factory=list[int])  # this rank's block ids by logical block
     slot: int = 0
-    written_bytes: int = 0  # of units behind a passed barrier
+    written: list[m.Extent] = field(default_factory=list[m.Extent])  # units behind a passed barrier
+    written_bytes: int = 0
     offered_bytes: int = 0
     offered_frames: int = 0
     complete: bool = False  # the last barrier of the last chunk has passed
     handoff: Handoff | None = None
     done: bool = False  # StageDone is out
     progress_at: float = 0.0
+    resume_by: float = 0.0  # without a link
     held: set[FrameId] = field(default_factory=set[FrameId])
     # of a failed room
     grants_over: bool = False  # the peer will not grant any more
     peer_waits: bool = False  # for our Drained
     drain_by: float | None = None
+
+    def send_again(self, link: m.Link) -> None:
+        """Nothing of what went over another link counts."""
+        self.link, self.done = link, False
+        self.offered_bytes = self.offered_frames = 0
 
     def units(self, extent: m.Extent, paged: bool) -> m.Units:
         first = self.manifest.first_block + extent.first
@@ -122,7 +130,7 @@ class Share:
 
 @dataclass(slots=True)
 class Sink:
-    """A room that this rank is to receive."""
+    """A room that this rank is to receive. `resume_by`: it waits until then for the next pairing."""
 
     manifest: Manifest
     deadline: float
@@ -132,10 +140,18 @@ class Sink:
     first_byte: float = 0.0
     last_byte: float = 0.0
     handoff: Handoff | None = None
+    resume_by: float | None = None
     # of a failed room
     awaited: set[m.Link] = field(default_factory=set[m.Link])  # their Drained is outstanding
     waiting: set[m.Link] = field(default_factory=set[m.Link])  # for our Drained
     drain_by: float | None = None
+
+    def begin_again(self, resume_by: float) -> None:
+        """What a stage has not completed counts for nothing: the next pairing brings all of it."""
+        self.resume_by = resume_by
+        self.shares = [share if share.acked else Share(share.expected_bytes) for share in self.shares]
+        if not self.shares[-1].acked:
+            self.handoff = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +161,10 @@ class Pairing:
     links: tuple[m.Link, ...]
     stages: tuple[Placement, ...]
     fields: tuple[tuple[int, ...], ...]
+
+    @property
+    def life(self) -> tuple[str, int]:
+        return self.stages[0].engine_id, self.stages[0].engine_epoch
 
 
 def end_fault(

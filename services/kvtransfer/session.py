@@ -7,6 +7,10 @@
 A phase never goes back, SUCCESS and FAILED never change. An ended room leaves a tombstone, so that a late message cannot
 revive it.
 
+A lost link fails no room by itself: the room waits a moment for the next link to the same life of the peer, which has an epoch of
+its own. D then offers it anew to every stage that it has not acknowledged, and such a stage sends all of its units again. What
+is still under way of the old link is received into staging memory and thrown away.
+
 Stopping a room takes both sides: whoever stops it says CancelRoom, the other answers Drained when nothing of it is in
 flight there. D grants nothing after either; P honours what was granted before (D's receives are posted) and keeps frames
 that may still be granted until D has said that none will be.
@@ -43,6 +47,7 @@ class Limits:
     window: int = 8  # staging frames that one link may hold: W of the credits
     bootstrap: float = 120.0  # seconds until every stage has accepted
     progress: float = 30.0  # seconds that a granted frame or an unanswered offer may take
+    resume: float = 5.0  # seconds that a room waits for a new link
     drain: float = 10.0  # seconds that a stopped room may stay in flight before its link is cut
     grace: float = 10.0  # seconds that P gives a room beyond D's deadline, so that D is the one to end it
     beat: float = 5.0  # seconds between the heartbeats of a link; two missed are its end
@@ -54,20 +59,23 @@ class Limits:
 
 
 class Tombstones:
-    """The rooms that ended last."""
+    """The rooms that ended last, and which of them well."""
 
     def __init__(self, limit: int):
         self._limit = limit
-        self._rooms: dict[Room, None] = {}  # oldest first
+        self._rooms: dict[Room, Phase] = {}  # oldest first
 
-    def add(self, room: Room) -> None:
-        self._rooms.pop(room, None)
-        self._rooms[room] = None
+    def add(self, room: Room, phase: Phase = Phase.FAILED) -> None:
+        before = self._rooms.pop(room, phase)
+        self._rooms[room] = before  # the first end counts
         if len(self._rooms) > self._limit:
             del self._rooms[next(iter(self._rooms))]
 
     def __contains__(self, room: Room) -> bool:
         return room in self._rooms
+
+    def succeeded(self, room: Room) -> bool:
+        return self._rooms.get(room) is Phase.SUCCESS
 
 
 class Session:

@@ -19,6 +19,7 @@ class SinkSession(Session):
         m.FromPeer: "_from_peer",
         m.Paired: "_paired",
         m.LinkLost: "_link_lost",
+        m.PeerGone: "_peer_gone",
         Manifest: "_expect",
         m.CancelRoom: "_cancel",
         m.Received: "_received",
@@ -36,7 +37,10 @@ class SinkSession(Session):
     def __init__(self, placement: Placement, limits: Limits):
         super().__init__(placement, limits)
         self._pairing: Pairing | None = None
+        self._lost: Pairing | None = None  # until it stands again or its rooms have given up
+        self._loss = ""  # why
         self._rooms: dict[m.Room, Sink] = {}
+        self._claims: dict[tuple[str, int], tuple[int, m.Room]] = {}  # unit -> generation and room that it was last armed for
         self._ring: Ring[m.Link] = Ring(limits.frames, limits.window)
         self._frames: dict[FrameId, Incoming] = {}
         self._waiting: FairQueue[m.Link, tuple[m.Room, int, m.Frame]] = FairQueue()  # for credit: room, stage, frame
@@ -46,21 +50,47 @@ class SinkSession(Session):
         assert self._pairing is None, "a pairing is lost before the next one begins"
         own = {field.field_id: index for index, field in enumerate(self.placement.fields)}
         fields = tuple(tuple(own[field.field_id] for field in stage.fields) for stage in event.stages)
-        self._pairing = Pairing(event.links, event.stages, fields)
+        pairing = Pairing(event.links, event.stages, fields)
+        if self._lost is not None and self._lost.life != pairing.life:
+            self._give_up("{} is in epoch {} now".format(*pairing.life))
+        self._pairing, self._lost = pairing, None
+        for sink in self._rooms.values():
+            if sink.phase is not Phase.FAILED:
+                sink.resume_by = None
+                self._offer(sink, pairing)
+
+    def _offer(self, sink: Sink, pairing: Pairing) -> None:
+        for link, share in zip(pairing.links, sink.shares, strict=True):
+            if not share.acked:
+                self.tell(link, m.Offer(sink.manifest))
 
     def _link_lost(self, event: m.LinkLost) -> None:
         pairing = self._pairing
         if pairing is None or event.link not in pairing.links:
             return
-        self._pairing = None
-        name = pairing.stages[pairing.links.index(event.link)].name
-        failure = m.transfer_failed("PD_PEER_DEAD", f"the link to {name} is lost: {event.reason}")
+        self._pairing, self._lost = None, pairing
+        self._loss = f"the link to {pairing.stages[pairing.links.index(event.link)].name} is lost: {event.reason}"
+        self._waiting = FairQueue()
+        for room, sink in list(self._rooms.items()):
+            if sink.phase is Phase.FAILED:
+                sink.awaited.clear()
+                sink.waiting.clear()
+                self._settle(room)
+            else:
+                sink.begin_again(self._now + self.limits.resume)
+        if event.gone:
+            self._give_up("it is given up")
+
+    def _peer_gone(self, event: m.PeerGone) -> None:
+        if self._lost is not None:
+            self._give_up(event.reason)
+
+    def _give_up(self, reason: str) -> None:
+        """The pairing that was lost does not come back: nor do its rooms."""
+        self._lost = None
         for room, sink in list(self._rooms.items()):
             if sink.phase is not Phase.FAILED:
-                self._fail(room, failure, tell_peers=False)
-            sink.awaited.clear()
-            sink.waiting.clear()
-            self._settle(room)
+                self._fail(room, m.transfer_failed("PD_PEER_DEAD", f"{self._loss}; {reason}"))
 
     def _from_peer(self, event: m.FromPeer) -> None:
         handler = self.from_peer.get(type(event.message))
@@ -73,11 +103,16 @@ class SinkSession(Session):
     def _expect(self, manifest: Manifest) -> None:
         """From the scheduler: arm the receive and offer it to every stage."""
         room = manifest.room
-        if room in self._rooms or room in self.tombstones:
+        known = self._rooms.get(room)
+        if known is not None and known.phase is not Phase.FAILED and known.manifest != manifest:
+            self._fail(room, m.transfer_failed("PD_MANIFEST", f"room {room:x} is expected twice, with different manifests"))
+            return
+        if known is not None or room in self.tombstones:
             self.stale()
             return
+        pairing = self._pairing or self._lost
         failure = self._refusal(manifest)
-        if failure is not None or self._pairing is None:
+        if failure is not None or pairing is None:
             failure = failure or m.transfer_failed(
                 "PD_PEER_DEAD", f"room {room:x}: {self.placement.name} is linked to no prefill engine; pair it first"
             )
@@ -87,20 +122,32 @@ class SinkSession(Session):
             self.tombstones.add(room)
             return
         positions = len(manifest.blocks)
-        self._rooms[room] = Sink(
+        sink = self._rooms[room] = Sink(
             manifest,
             deadline=self._now + manifest.timeout,
             accept_by=self._now + self.limits.bootstrap,
-            shares=[Share(stage.expected_bytes(positions)) for stage in self._pairing.stages],
+            shares=[Share(stage.expected_bytes(positions)) for stage in pairing.stages],
         )
-        for link in self._pairing.links:
-            self.tell(link, m.Offer(manifest))
+        self._claims.update({unit: (generation, room) for unit, generation in _units_of(manifest)})
+        if self._pairing is not None:
+            self._offer(sink, self._pairing)
+        else:
+            sink.resume_by = self._now + self.limits.resume
 
     def _refusal(self, manifest: Manifest) -> m.Failure | None:
         try:
             manifest.check(self.placement)
         except TransferFailed as error:
             return m.Failure.of(error)
+        for (kind, unit), generation in _units_of(manifest):
+            before, holder = self._claims.get((kind, unit), (0, 0))
+            if generation < before:
+                return m.transfer_failed(
+                    "PD_STALE",
+                    f"room {manifest.room:x}: {kind} {unit} is in generation {before}, the manifest names {generation}",
+                )
+            if holder in self._rooms:
+                return m.transfer_failed("PD_MANIFEST", f"room {manifest.room:x}: {kind} {unit} is still room {holder:x}'s")
         return None
 
     def _offer_reply(self, link: m.Link, stage: int, reply: m.OfferReply) -> None:
@@ -153,7 +200,7 @@ class SinkSession(Session):
 
     def _received(self, event: m.Received) -> None:
         incoming = self._frames[event.frame]
-        sink = self._alive(incoming.room)
+        sink = self._destination(incoming)
         if event.peer_gone and self._pairing is not None and incoming.link in self._pairing.links:
             self.emit(m.CloseLink(incoming.link, event.error or ""))
             self._free(event.frame)
@@ -174,7 +221,7 @@ class SinkSession(Session):
 
     def _verified(self, event: m.Verified) -> None:
         incoming = self._frames[event.frame]
-        sink = self._alive(incoming.room)
+        sink = self._destination(incoming)
         if sink is None:
             self._free(event.frame)
         elif not event.intact:
@@ -199,7 +246,7 @@ class SinkSession(Session):
 
     def _scattered(self, event: m.Scattered) -> None:
         incoming = self._frames[event.frame]
-        sink = self._alive(incoming.room)
+        sink = self._destination(incoming)
         if sink is not None:
             share = sink.shares[incoming.stage]
             share.frames += 1
@@ -216,7 +263,10 @@ class SinkSession(Session):
     # ---- the end
     def _stage_done(self, link: m.Link, stage: int, done: m.StageDone) -> None:
         sink = self._alive(done.room, done.attempt)
-        if sink is None:
+        again = sink is not None and sink.shares[stage].acked and sink.shares[stage].done == done
+        if again or self.tombstones.succeeded(done.room):
+            self.tell(link, m.StageAck(done.room, done.attempt))  # the first one may have been lost with its link
+        if sink is None or not sink.shares[stage].accepted:
             self.stale()
             return
         share = sink.shares[stage]
@@ -317,8 +367,12 @@ class SinkSession(Session):
             self._bury(room)
 
     def _bury(self, room: m.Room) -> None:
-        del self._rooms[room]
-        self.tombstones.add(room)
+        self.tombstones.add(room, self._rooms.pop(room).phase)
+
+    def _destination(self, incoming: Incoming) -> Sink | None:
+        """The room that a frame is for, if it goes on and the frame is of its present pairing."""
+        live = self._pairing is not None and incoming.link in self._pairing.links
+        return self._alive(incoming.room) if live else None
 
     def _alive(self, room: m.Room, attempt: int | None = None) -> Sink | None:
         sink = self._rooms.get(room)
@@ -334,11 +388,14 @@ class SinkSession(Session):
                     yield sink.drain_by, lambda sink=sink: self._cut(sink)
                 continue
             yield sink.deadline, lambda room=room: self._late(room, "PD_TIMEOUT_WAIT", "the request's time is up")
+            if sink.resume_by is not None:
+                what = f"{self._loss}; it does not stand again after {self.limits.resume:g} s"
+                yield sink.resume_by, lambda room=room, what=what: self._late(room, "PD_PEER_DEAD", what)
             if sink.phase is Phase.BOOTSTRAPPING:
                 what = f"not every prefill stage accepted within {self.limits.bootstrap:g} s"
                 yield sink.accept_by, lambda room=room, what=what: self._late(room, "PD_TIMEOUT_BOOT", what)
         for incoming in self._frames.values():
-            if incoming.state is IncomingState.RECEIVING and self._alive(incoming.room) is not None:
+            if incoming.state is IncomingState.RECEIVING and self._destination(incoming) is not None:
                 what = f"a granted frame of stage {incoming.stage} did not come in {self.limits.progress:g} s"
                 act = lambda room=incoming.room, what=what: self._late(room, "PD_TIMEOUT_WAIT", what)  # noqa: E731
                 yield incoming.since + self.limits.progress, act
@@ -358,7 +415,7 @@ class SinkSession(Session):
             "rooms": len(self._rooms),
             "pins": len(self._rooms),
             "staging_frames_used": self._ring.used,
-            "quarantined": sum(self._alive(incoming.room) is None for incoming in self._frames.values()),
+            "quarantined": sum(self._destination(incoming) is None for incoming in self._frames.values()),
             "links": 0 if self._pairing is None else len(self._pairing.links),
         }
 
@@ -366,8 +423,17 @@ class SinkSession(Session):
         self._ring.check()
         assert len(self._frames) == self._ring.used
         for room, sink in self._rooms.items():
-            assert sink.phase is Phase.FAILED or self._pairing is not None, f"room {room:x} lives without its pairing"
+            waits = sink.resume_by is not None
+            assert sink.phase is Phase.FAILED or waits is (self._pairing is None), f"room {room:x} lives without its pairing"
+            assert all(self._claims[unit][1] == room for unit, _ in _units_of(sink.manifest)), "a unit belongs to two rooms"
             in_flight = any(incoming.room == room for incoming in self._frames.values())
             assert sink.phase is not Phase.FAILED or in_flight or sink.awaited, f"room {room:x} should have ended"
         for incoming in self._frames.values():
             assert incoming.room in self._rooms, "a frame outlives its room"
+
+
+def _units_of(manifest: Manifest) -> Iterator[tuple[tuple[str, int], int]]:
+    """Every unit that a manifest names, and its generation."""
+    for block, generation in zip(manifest.blocks, manifest.block_gens, strict=True):
+        yield ("block", block), generation
+    yield ("slot", manifest.slot), manifest.slot_gen

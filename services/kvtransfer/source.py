@@ -50,20 +50,46 @@ class SourceSession(Session):
 
     # ---- links
     def _link_up(self, event: m.LinkUp) -> None:
+        """A decode agent has one link at a time, so an older one is over, even if we have not seen its end yet."""
+        for link, peer in list(self._peers.items()):
+            if _same_rank(peer.placement, event.peer):
+                reason = f"{event.peer.name} has linked again"
+                self.emit(m.CloseLink(link, reason))
+                self._link_lost(m.LinkLost(link, reason))
         self._peers[event.link] = Peer(event.peer, progress_at=self._now)
+        for room, source in self._waiting_for(event.peer):
+            if source.peer.engine_epoch != event.peer.engine_epoch:
+                self._fail(room, m.transfer_failed("PD_PEER_DEAD", f"{event.peer.name} has restarted"))
+            elif source.done:  # its acknowledgement may have been lost with the link
+                self.tell(event.link, self._end_of(room, source))
 
     def _link_lost(self, event: m.LinkLost) -> None:
         peer = self._peers.pop(event.link, None)
         if peer is None:
             return
         failure = m.transfer_failed("PD_PEER_DEAD", f"the link to {peer.placement.name} is lost: {event.reason}")
-        for room, source in list(self._rooms.items()):
-            if source.link != event.link:
-                continue
-            if source.phase is not Phase.FAILED:
+        for room, source in [it for it in self._rooms.items() if it[1].link == event.link]:
+            if source.phase is Phase.FAILED:
+                source.grants_over, source.peer_waits = True, False
+                self._settle(room)
+            elif event.gone:
                 self._fail(room, failure, tell_peer=False)
-            source.grants_over, source.peer_waits = True, False
-            self._settle(room)
+            else:
+                self._suspend(room, source)
+
+    def _suspend(self, room: m.Room, source: Source) -> None:
+        """Until D offers it over another link. Frames that nobody will ask for any more are free."""
+        source.link, source.resume_by = None, self._now + self.limits.resume
+        self._pending.drop(lambda item: item[0] == room)
+        self._drop_offers(source)
+
+    def _waiting_for(self, peer: Placement) -> list[tuple[m.Room, Source]]:
+        """Rooms without a link that this rank, in whichever life, has offered."""
+        return [
+            (room, source)
+            for room, source in self._rooms.items()
+            if source.link is None and source.phase is not Phase.FAILED and _same_rank(source.peer, peer)
+        ]
 
     def _from_peer(self, event: m.FromPeer) -> None:
         handler = self.from_peer.get(type(event.message))
@@ -75,12 +101,26 @@ class SourceSession(Session):
     # ---- bootstrap
     def _offer(self, link: m.Link, offer: m.Offer) -> None:
         manifest = offer.manifest
+        source = self._rooms.get(manifest.room)
+        if source is not None and self._is_of(source, link, manifest.attempt) and source.link is None:
+            self._resume(manifest.room, source, link)
+            return
         failure = self._refusal(link, manifest)
         self.tell(link, m.OfferReply(manifest.room, manifest.attempt, failure))
         if failure is None:
             deadline = self._now + manifest.timeout + self.limits.grace
-            self._rooms[manifest.room] = Source(link, manifest, deadline, progress_at=self._now)
+            peer = self._peers[link].placement
+            self._rooms[manifest.room] = Source(link, peer, manifest, deadline, progress_at=self._now)
             self.report(m.RoomReady(manifest.room, manifest.attempt, manifest.prompt_tokens))
+
+    def _resume(self, room: m.Room, source: Source, link: m.Link) -> None:
+        """Over a new link: all that is written is sent again."""
+        source.send_again(link)
+        source.progress_at = self._now
+        self.tell(link, m.OfferReply(room, source.manifest.attempt))
+        for extent in source.written:
+            self._pending.push(link, (room, extent))
+        self._finish(room, source)
 
     def _refusal(self, link: m.Link, manifest: Manifest) -> m.Failure | None:
         if manifest.room in self._rooms:
@@ -133,8 +173,10 @@ class SourceSession(Session):
                 self._complete(room, source)
 
     def _write(self, room: m.Room, source: Source, extent: m.Extent) -> None:
+        source.written.append(extent)
         source.written_bytes += self.placement.fields[extent.field].payload * extent.count
-        self._pending.push(source.link, (room, extent))
+        if source.link is not None:
+            self._pending.push(source.link, (room, extent))
 
     def _complete(self, room: m.Room, source: Source) -> None:
         expected = self.placement.expected_bytes(len(source.manifest.blocks))
@@ -191,7 +233,7 @@ class SourceSession(Session):
     def _gathered(self, event: m.Gathered) -> None:
         held = self._frames[event.frame]
         source = self._rooms.get(held.room)
-        if source is None or source.phase is Phase.FAILED:
+        if source is None or source.phase is Phase.FAILED or source.link != held.link:
             self._free(event.frame)
             return
         peer = self._peers[held.link]
@@ -227,7 +269,7 @@ class SourceSession(Session):
                 source.progress_at = self._now
         elif event.peer_gone and held.link in self._peers:
             self.emit(m.CloseLink(held.link, event.error))
-        elif source is not None and source.phase is not Phase.FAILED:
+        elif source is not None and source.phase is not Phase.FAILED and source.link == held.link:
             self._fail(
                 held.room, m.transfer_failed("PD_TRANSFER", f"room {held.room:x}: sending a frame failed: {event.error}")
             )
@@ -245,25 +287,27 @@ class SourceSession(Session):
     # ---- the end
     def _finish(self, room: m.Room, source: Source) -> None:
         """Say StageDone once everything is offered and, on the last stage, the first token is known."""
-        last_stage = self.placement.stage == self.placement.num_stages - 1
-        if source.done or not source.complete or source.offered_bytes != source.written_bytes:
+        if source.done or source.link is None or not source.complete or source.offered_bytes != source.written_bytes:
             return
-        if last_stage and source.handoff is None:
+        if self._last_stage and source.handoff is None:
             return
         source.done = True
         source.progress_at = self._now
-        manifest = source.manifest
-        self.tell(
-            source.link,
-            m.StageDone(
-                room,
-                manifest.attempt,
-                self.placement.stage,
-                source.offered_bytes,
-                source.offered_frames,
-                manifest.slot_gen,
-                source.handoff if last_stage else None,
-            ),
+        self.tell(source.link, self._end_of(room, source))
+
+    @property
+    def _last_stage(self) -> bool:
+        return self.placement.stage == self.placement.num_stages - 1
+
+    def _end_of(self, room: m.Room, source: Source) -> m.StageDone:
+        return m.StageDone(
+            room,
+            source.manifest.attempt,
+            self.placement.stage,
+            source.offered_bytes,
+            source.offered_frames,
+            source.manifest.slot_gen,
+            source.handoff if self._last_stage else None,
         )
 
     def _acked(self, link: m.Link, ack: m.StageAck) -> None:
@@ -289,9 +333,10 @@ class SourceSession(Session):
 
     def _peer_cancel(self, link: m.Link, cancel: m.CancelRoom) -> None:
         source = self._rooms.get(cancel.room)
-        if source is None or source.link != link:
+        if source is None or not self._is_of(source, link, source.manifest.attempt):
             self.tell(link, m.Drained(cancel.room))
             return
+        source.link = link
         source.grants_over = source.peer_waits = True
         if source.phase is Phase.FAILED:
             self._settle(cancel.room)
@@ -313,7 +358,7 @@ class SourceSession(Session):
         self._pending.drop(lambda item: item[0] == room)
         if tell_scheduler:
             self.report(m.RoomFailed(room, source.manifest.attempt, failure))
-        if tell_peer:
+        if tell_peer and source.link is not None:
             self.tell(source.link, m.CancelRoom(room, failure.message, failure))
         else:
             source.grants_over = True
@@ -324,24 +369,28 @@ class SourceSession(Session):
         source = self._rooms.get(room)
         if source is None or not source.grants_over:
             return
+        self._drop_offers(source)
+        if source.held:
+            return
+        if source.peer_waits and source.link is not None:
+            self.tell(source.link, m.Drained(room))
+        self.report(m.Drained(room))
+        self._bury(room)
+
+    def _drop_offers(self, source: Source) -> None:
         for frame in [frame for frame in source.held if self._frames[frame].state is OutgoingState.OFFERED]:
             held = self._frames.pop(frame)
             del self._offered[held.link, held.seq]
             self._ring.give_back(frame)
             source.held.discard(frame)
-        if source.held:
-            return
-        if source.peer_waits:
-            self.tell(source.link, m.Drained(room))
-        self.report(m.Drained(room))
-        self._bury(room)
 
     def _bury(self, room: m.Room) -> None:
-        del self._rooms[room]
-        self.tombstones.add(room)
+        self.tombstones.add(room, self._rooms.pop(room).phase)
 
     def _is_of(self, source: Source, link: m.Link, attempt: int) -> bool:
-        return source.link == link and source.manifest.attempt == attempt
+        """Whether this link, or one before it to the same life of the peer, is the room's."""
+        mine = source.link == link or (source.link is None and source.peer == self._peers[link].placement)
+        return mine and source.manifest.attempt == attempt
 
     # ---- time, counts, invariants
     def deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
@@ -350,19 +399,22 @@ class SourceSession(Session):
                 if source.drain_by is not None:
                     yield source.drain_by, lambda source=source: self._cut(source)
                 continue
-            yield source.deadline, lambda room=room: self._late(room, "the request's time is up")
-            if source.done or any(self._frames[frame].state is OutgoingState.OFFERED for frame in source.held):
+            yield source.deadline, lambda room=room: self._late(room, "PD_TIMEOUT_WAIT", "the request's time is up")
+            if source.link is None:
+                what = f"{source.peer.name} has not linked again within {self.limits.resume:g} s"
+                yield source.resume_by, lambda room=room, what=what: self._late(room, "PD_PEER_DEAD", what)
+            elif source.done or any(self._frames[frame].state is OutgoingState.OFFERED for frame in source.held):
                 stalled = max(source.progress_at, self._peers[source.link].progress_at) + self.limits.progress
                 what = f"no answer from D in {self.limits.progress:g} s"
-                yield stalled, lambda room=room, what=what: self._late(room, what)
+                yield stalled, lambda room=room, what=what: self._late(room, "PD_TIMEOUT_WAIT", what)
 
-    def _late(self, room: m.Room, what: str) -> None:
+    def _late(self, room: m.Room, detail: str, what: str) -> None:
         if (source := self._rooms.get(room)) is not None and source.phase is not Phase.FAILED:
-            self._fail(room, m.transfer_failed("PD_TIMEOUT_WAIT", f"room {room:x} on {self.placement.name}: {what}"))
+            self._fail(room, m.transfer_failed(detail, f"room {room:x} on {self.placement.name}: {what}"))
 
     def _cut(self, source: Source) -> None:
         source.drain_by = None
-        if source.link in self._peers:
+        if source.link is not None:
             self.emit(m.CloseLink(source.link, "a stopped room did not drain in time"))
 
     def counters(self) -> dict[str, int]:
@@ -385,7 +437,13 @@ class SourceSession(Session):
         assert set(self._offered.values()) == offered, "an offered frame cannot be granted"
         for room, source in self._rooms.items():
             assert source.held == {frame for frame, held in self._frames.items() if held.room == room}
-            assert source.phase is Phase.FAILED or source.link in self._peers, f"room {room:x} lives without its link"
+            lost = source.link is not None and source.link not in self._peers
+            assert source.phase is Phase.FAILED or not lost, f"room {room:x} takes a link for live that is not"
             assert source.phase is not Phase.FAILED or source.held or not source.grants_over, f"room {room:x} should have ended"
         assert all(held.room in self._rooms or held.state is OutgoingState.SENDING or held.state is OutgoingState.GATHERING
                    for held in self._frames.values()), "a frame waits for the grant of a room that is gone"  # fmt: skip
+
+
+def _same_rank(one: Placement, other: Placement) -> bool:
+    """In whichever life."""
+    return (one.engine_id, one.global_rank) == (other.engine_id, other.global_rank)

@@ -138,6 +138,36 @@ async def test_a_room_that_does_not_drain_is_fenced_by_cutting_its_link(tmp_path
         await made.at_rest()
 
 
+async def test_a_link_that_is_cut_costs_no_other_room_a_byte(tmp_path: Path):
+    """One room is stuck and its link is cut; the other, which has begun over that link, is sent whole over the next."""
+    async with mesh(tmp_path, damage="hold", drain=0.3) as made:
+        decode = made.replicas[0]
+        stuck = await start(made, decode, 1)
+        await until_held(made)
+        free = [n for n in range(1, decode.placement.num_blocks) if n not in stuck.manifest.blocks]
+        table = [n for n in range(1, made.stages[0].placement.num_blocks) if n not in stuck.table]
+        slot, p_slot = 1 + stuck.manifest.slot % 5, 1 + stuck.slot % 5
+        other = handoff(
+            made, decode, 2, prompt=1100, prefix=0, cached=0, blocks=free[:9], table=table[:9], slot=slot, p_slot=p_slot
+        )
+        before = decode.pools.snapshot()
+        await other.expect()
+        await other.ready()
+        other.prefill(other.chunks()[:1])
+        await made.stages[1].until_inspected(lambda reply: reply.totals["frames"] > 0)
+        await decode.cancel(1)
+        for it in (decode, made.stages[0]):
+            await it.until("drained", 1)
+        other.prefill(other.chunks()[1:])
+        await other.finish()
+        wanted = other.expected(before)
+        for index, it in enumerate(decode.placement.fields):  # the stuck room's units hold whatever had come
+            units = list(other.manifest.blocks) if it.kind == "paged" else [other.manifest.slot]
+            assert np.array_equal(decode.pools.fields[index][units], wanted[index][units]), it.field_id
+        assert all(not it.told("failed", 2) for it in made.agents)
+        await made.at_rest()
+
+
 async def test_a_granted_frame_that_does_not_come_fails_the_room_in_time(tmp_path: Path):
     async with mesh(tmp_path, damage="hold", drain=0.3, progress=0.5) as made:
         decode = made.replicas[0]

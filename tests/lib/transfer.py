@@ -229,10 +229,14 @@ class Mesh:
         """Tell D to pair, and wait for its answer."""
         pair = transfer_pb2.PairWith(engine_id="prefill-0", engine_epoch=epoch)
         pair.agents.extend(stage.address for stage in self.stages)
-        before = decode.reports.copy()
+
+        def answers() -> int:
+            return sum(report.WhichOneof("report") in ("paired", "pair_refused") for report in decode.reports)
+
+        before = answers()
         await decode.command(pair=pair)
         async with asyncio.timeout(DEADLINE_S), decode.grown:
-            await decode.grown.wait_for(lambda: len(decode.reports) > len(before) or decode.drive.done())
+            await decode.grown.wait_for(lambda: answers() > before or decode.drive.done())
 
     @property
     def agents(self) -> list[AgentProcess]:
@@ -357,6 +361,7 @@ class Handoff:
         return ready
 
 
+GENERATIONS = count(1)  # of any unit; an allocator's go up as well
 STEPS: dict[int, int] = {}  # the last step id of each prefill agent's worker
 
 
@@ -368,8 +373,8 @@ def handoff(mesh: Mesh, decode: AgentProcess, room: int, **changes: Any) -> Hand
     blocks = changes.pop("blocks", None) or random.sample(range(1, decode.placement.num_blocks), blocks_for(prompt))
     blocks = blocks[: blocks_for(prompt) - prefix // BLOCK_TOKENS]
     wanted = manifest(
-        room, prompt, prefix, blocks=tuple(map(BlockId, blocks)), block_gens=tuple(random.randint(1, 9) for _ in blocks),
-        slot=SlotId(changes.pop("slot", random.randrange(1, decode.placement.num_slots))), slot_gen=random.randint(1, 9),
+        room, prompt, prefix, blocks=tuple(map(BlockId, blocks)), block_gens=tuple(next(GENERATIONS) for _ in blocks),
+        slot=SlotId(changes.pop("slot", random.randrange(1, decode.placement.num_slots))), slot_gen=next(GENERATIONS),
         replica=decode.placement.dp_rank, **changes.pop("manifest", {}),
     )  # fmt: skip
     source = mesh.stages[0].placement

@@ -1,10 +1,11 @@
 """Placement records, the pair check, manifests and the chunk rule."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from k3mesh.errors import ConfigError, TransferFailed
@@ -71,6 +72,7 @@ def test_an_equal_pair_passes_with_different_sizes_and_strides():
     ("stages", "d", "named"),
     [
         (P, replace(D, model_fingerprint="other"), ["model_fingerprint", "'m'", "'other'"]),
+        (P, replace(D, draft_fingerprint="other"), ["draft_fingerprint", "''", "'other'"]),
         (P, replace(D, verify_width=8), ["verify_width", "1", "8"]),
         (P, replace(D, tp_size=2), ["tp_size", "1", "2"]),
         (P, replace(D, tp_rank=1), ["tp_rank", "0", "1"]),
@@ -88,6 +90,13 @@ def test_an_equal_pair_passes_with_different_sizes_and_strides():
         (P, replace(D, fields=D.fields[1:]), ["t.0.kda_rec", "not in the cache"]),
         ([D], D, ["role", "decode", "prefill"]),
         ([replace(P[0], contract="fp/2"), P[1]], D, ["fp/2", "fp/1"]),
+        (P, replace(D, contract="fp/2"), ["fp/2", "fp/1"]),
+        (P, replace(D, block_tokens=64), ["block_tokens 64", "128"]),
+        ([P[0], replace(P[1], num_slots=5)], D, ["num_slots", "5", "6"]),
+        ([P[0], replace(P[1], engine_id="prefill-9")], D, ["prefill-9", "one engine epoch"]),
+        (P, with_field(D, 0, kind="paged"), ["t.0.kda_rec.kind", "slot", "paged"]),
+        (P, with_field(D, 0, layer=9), ["t.0.kda_rec.layer", "0", "9"]),
+        (P, replace(D, fields=(*D.fields, D.fields[0])), ["listed twice"]),
         (P, with_field(D, 0, offset=32), ["aligned"]),
         (P, with_field(D, 0, offset=D.arenas[1].length), ["behind"]),
         (P, with_field(D, 0, unit_stride=4096), ["stride"]),
@@ -99,6 +108,55 @@ def test_a_pair_that_does_not_fit_is_refused_naming_field_and_values(stages: lis
         pair_check(stages, d)
     assert refused.value.detail == "PD_CONTRACT"
     assert not [word for word in named if word not in refused.value.message], refused.value.message
+
+
+def test_every_mismatch_of_a_pair_is_named_at_once():
+    """One restart must be enough to put them right."""
+    wrong = with_field(replace(D, model_fingerprint="other", tp_size=2, fields=D.fields[:-1]), 1, dtype="bfloat16")
+    stages = [P[0], replace(P[1], fields=(*P[1].fields, P[0].fields[0]))]
+    with pytest.raises(ConfigError) as refused:
+        pair_check(stages, wrong)
+    named = ["model_fingerprint is 'm' on prefill-0 rank 0 and 'other'", "tp_size is 1", "t.0.kda_conv.dtype is 'float32'"]
+    named += ["t.0.kda_rec has two owners, prefill-0 rank 0 and prefill-0 rank 1", "t.5.mla of prefill-0 rank 1 is not in"]
+    assert not [text for text in named if text not in refused.value.message], refused.value.message
+
+
+def test_a_fault_of_every_field_is_told_briefly():
+    with pytest.raises(ConfigError, match=r"; and 176 more\. Start") as refused:
+        pair_check(*full_size(even_partition(93, 4), dtype="float32"))
+    assert len(refused.value.message) < 4096
+
+
+def full_size(partition: tuple[int, ...], dtype: str = "bfloat16", draft_layers: int = 5) -> tuple[list[Placement], Placement]:
+    """The records of tensor-parallel rank 0 at the size of K3, with conv history and MLA rows of `dtype` on D."""
+    common: dict[str, Any] = dict(engine_epoch=1, model_fingerprint="m", num_slots=9, verify_width=8)
+    prefill = Topology("prefill", len(partition), 1, 8, 8, 93, partition)
+    decode = Topology("decode", 1, 4, 8, 32, 93, (93,))
+    stages = [
+        place(
+            Geometry(k3_model(), prefill, "bfloat16", draft_layers), prefill.place_of(prefill.rank_of(stage, 0, 0)),
+            engine_id="p", num_blocks=100, **common,
+        )
+        for stage in range(len(partition))
+    ]  # fmt: skip
+    d = place(Geometry(k3_model(), decode, dtype, draft_layers), decode.place_of(0), engine_id="d", num_blocks=70, **common)
+    return stages, d
+
+
+@given(st.sets(st.integers(1, 92), max_size=7), st.sampled_from([0, 1, 5]))
+@example({24, 48, 72}, 5)
+@example({24, 47, 70}, 1)
+def test_any_partition_makes_a_pair_in_which_every_field_has_one_owner_and_one_barrier(cuts: set[int], draft_layers: int):
+    """One ownership table for barriers, sender and receiver, whatever the partition."""
+    edges = [0, *sorted(cuts), 93]
+    partition = tuple(hi - lo for lo, hi in pairwise(edges))
+    stages, d = full_size(partition, draft_layers=draft_layers)
+    pair_check(stages, d)
+    written = [stage.fields[index].field_id for stage in stages for step in stage.producer_steps for index in step]
+    assert sorted(written) == sorted(field.field_id for field in d.fields)
+    assert sum(stage.expected_bytes(64) for stage in stages) == d.expected_bytes(64)
+    layers = [stage.layer_hi - stage.layer_lo for stage in stages]
+    assert [len(stage.producer_steps) for stage in stages] == [*layers[:-1], layers[-1] + (draft_layers > 0)]
 
 
 @pytest.mark.parametrize(

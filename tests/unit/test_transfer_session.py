@@ -69,9 +69,9 @@ class Receiving:
             out += self.session.apply(m.Scattered(receive.frame), 2)
         return out
 
-    def whole_stage(self, link: int) -> tuple[list[Any], m.StageDone]:
+    def whole_stage(self, link: int, stage: int | None = None) -> tuple[list[Any], m.StageDone]:
         """All of a stage's frames, installed, and the end that belongs to them."""
-        stage = link - 1
+        stage = link - 1 if stage is None else stage
         out: list[Any] = []
         extents = [(n, 3 if field.kind == "paged" else 1) for n, field in enumerate(self.stages[stage].fields)]
         seq = 0
@@ -119,7 +119,7 @@ def test_the_end_may_come_before_the_last_frames_are_installed():
 
 def test_frames_of_a_stage_may_come_before_another_stage_s_answer_but_not_before_its_own():
     it = Receiving()
-    it.session.apply(manifest(8), 0)
+    it.session.apply(manifest(8, blocks=(10, 11, 12), slot=3), 0)
     it.hear(1, m.OfferReply(8, 1))
     effects = it.hear(1, replace(it.frame(0, (4, 0, 1)), room=8))
     assert m.Grant(8, (0,)) in said(effects, 1)
@@ -237,13 +237,76 @@ def test_without_a_pairing_or_with_a_wrong_manifest_an_expected_room_fails_at_on
     assert code(session.apply(manifest(9, decode_epoch=1), 0)) == "PD_STALE"
 
 
-def test_a_lost_link_fails_every_room_and_frames_come_back_as_their_receives_end():
+def test_a_peer_that_is_gone_fails_every_room_and_frames_come_back_as_their_receives_end():
     it = Receiving()
     (receive,) = [effect for effect in it.hear(1, it.frame(0, (4, 0, 1))) if isinstance(effect, m.Receive)]
-    effects = it.session.apply(m.LinkLost(LINKS[1], "gone"), 2)
+    effects = it.session.apply(m.LinkLost(LINKS[1], "2 heartbeats missed", gone=True), 2)
     assert code(effects) == "PD_PEER_DEAD" and m.Drained(ROOM) not in reports(effects)
+    assert "prefill-0 rank 1 is lost: 2 heartbeats missed" in reports(effects)[0].failure.message
     assert reports(it.session.apply(m.Received(receive.frame, "reset"), 2)) == [m.Drained(ROOM)]
     assert not any(it.session.counters().values())
+
+
+def test_a_lost_link_fails_nothing_and_the_next_one_is_offered_what_was_not_acknowledged():
+    """Stage 0 was acknowledged, a frame of stage 1 was under way: only stage 1 sends again, and all of it."""
+    it = Receiving()
+    _, done = it.whole_stage(1)
+    it.hear(1, done)
+    (receive,) = [effect for effect in it.hear(2, it.frame(0, (4, 0, 1), stage=1)) if isinstance(effect, m.Receive)]
+    assert not it.session.apply(m.LinkLost(LINKS[0], "reset"), 2)
+    assert it.session.counters()["quarantined"] == 1
+    again = (m.Link(3), m.Link(4))
+    offers = it.session.apply(m.Paired(again, it.stages), 3)
+    assert offers == [m.ToPeer(again[1], m.Offer(it.manifest))]
+    assert it.session.apply(m.Received(receive.frame), 3) == [], "of the old link: thrown away, whatever it holds"
+    it.hear(4, m.OfferReply(ROOM, 1))
+    assert said(it.hear(3, done), 3) == [m.StageAck(ROOM, 1)], "asked about again: it was acknowledged"
+    _, done = it.whole_stage(4, stage=1)
+    assert isinstance(reports(it.hear(4, done))[0], m.RankReady)
+    assert said(it.hear(4, done), 4) == [m.StageAck(ROOM, 1)], "nor does the end of the room make it forget"
+
+
+@pytest.mark.parametrize("how", ["restarted", "not linked again", "time"])
+def test_rooms_whose_link_does_not_come_back_fail_naming_the_peer(how: str):
+    it = Receiving()
+    it.session.apply(m.LinkLost(LINKS[0], "reset"), 2)
+    if how == "restarted":
+        effects = it.session.apply(m.Paired((m.Link(3), m.Link(4)), tuple(replace(s, engine_epoch=5) for s in it.stages)), 3)
+    elif how == "not linked again":
+        effects = it.session.apply(m.PeerGone("connection refused"), 3)
+    else:
+        at, effects = pass_deadline(it.session)
+        assert at == 2 + LIMITS.resume
+    assert code(effects) == "PD_PEER_DEAD" and "prefill-0 rank 0 is lost: reset" in reports(effects)[0].failure.message
+    assert reports(effects)[1] == m.Drained(ROOM)
+
+
+def test_a_room_that_is_expected_while_the_link_is_away_waits_for_it():
+    it = Receiving()
+    it.session.apply(m.LinkLost(LINKS[0], "reset"), 2)
+    late = manifest(8, blocks=(10, 11, 12), slot=3)
+    assert it.session.apply(late, 3) == []
+    offers = it.session.apply(m.Paired((m.Link(3), m.Link(4)), it.stages), 4)
+    assert m.ToPeer(m.Link(3), m.Offer(late)) in offers and m.ToPeer(m.Link(4), m.Offer(late)) in offers
+
+
+def test_a_manifest_of_an_older_generation_or_of_units_that_are_another_room_s_is_refused():
+    it = Receiving()
+    other = manifest(8, blocks=(10, 11, 3), block_gens=(1, 1, 2), slot=3)
+    effects = it.session.apply(other, 2)
+    assert code(effects) == "PD_MANIFEST" and "block 3 is still room 7's" in reports(effects)[0].failure.message
+    it.session.apply(m.CancelRoom(ROOM, "test"), 2)
+    for link in LINKS:
+        it.hear(link, m.Drained(ROOM))
+    late = it.session.apply(manifest(9, slot_gen=4), 3)
+    assert code(late) == "PD_STALE" and "slot 2 is in generation 5" in reports(late)[0].failure.message
+    assert not reports(it.session.apply(manifest(10, slot_gen=6), 3))
+
+
+def test_a_room_expected_twice_with_different_manifests_fails_and_with_the_same_does_not():
+    it = Receiving()
+    assert it.session.apply(it.manifest, 2) == []
+    assert code(it.session.apply(replace(it.manifest, prompt_hash=b"other"), 2)) == "PD_MANIFEST"
 
 
 def test_times_of_d():
@@ -410,6 +473,78 @@ def test_rows_of_a_stopped_room_go_by_and_cost_nothing():
     assert it.session.apply(HandoffReady(ROOM, Handoff(3, (3,), 0)), 2) == []
     it.session.apply(ForgetLocal((ROOM,)), 2)
     assert not any(value for key, value in it.session.counters().items() if key != "links")
+
+
+def resend(it: Sending, link: m.Link) -> list[m.Gather]:
+    """What P gathers for a link that comes in the place of the last one."""
+    it.session.apply(m.LinkUp(link, record("decode")), 3)
+    effects = it.session.apply(m.FromPeer(link, it.offer), 3)
+    it.session.check()
+    assert said(effects, link) == [m.OfferReply(ROOM, 1)] and not reports(effects), "the scheduler has had its answer"
+    return [effect for effect in effects if isinstance(effect, m.Gather)]
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_p_sends_a_room_whole_again_over_the_next_link_even_if_it_has_not_seen_the_end_of_the_last(noticed: bool):
+    it = Sending(window=4)
+    gather = it.chunk(0, 256, (10, 11))[0]
+    it.offered(gather)
+    if noticed:
+        assert not it.session.apply(m.LinkLost(LINKS[0], "reset"), 2)
+    first = resend(it, m.Link(2))
+    assert [unit for it in first for unit in it.units] == [unit for unit in gather.units]
+    assert it.session.apply(m.FromPeer(LINKS[0], m.Grant(ROOM, (0,))), 3) == [], "of the old link"
+    assert it.session.totals["stale_messages"] == 1
+
+
+def test_frames_under_way_when_a_link_is_lost_come_back_and_count_for_nothing():
+    it = Sending(window=4)
+    sent, gathered = *it.chunk(0, 128, (10,)), *it.chunk(128, 256, (11,), step=2)
+    it.hear(m.Grant(ROOM, (it.offered(sent).seq,)))
+    it.session.apply(m.LinkLost(LINKS[0], "reset"), 2)
+    assert it.session.counters()["staging_frames_used"] == 2
+    assert it.session.apply(m.Sent(sent.frame, "reset", peer_gone=True), 2) == []
+    assert it.session.apply(m.Gathered(gathered.frame, 1), 2) == []
+    assert it.session.counters()["staging_frames_used"] == 0 and it.session.counters()["rooms"] == 1
+
+
+def test_an_acknowledgement_that_was_lost_with_its_link_is_asked_for_again():
+    it = Sending()
+    (done,) = said(complete(it), 1)
+    it.session.apply(m.LinkLost(LINKS[0], "reset"), 2)
+    assert said(it.session.apply(m.LinkUp(m.Link(2), record("decode")), 3), 2) == [done]
+    assert reports(it.session.apply(m.FromPeer(m.Link(2), m.StageAck(ROOM, 1)), 3)) == [m.SourceReleased(ROOM, done.bytes)]
+
+
+def test_barriers_that_pass_while_there_is_no_link_are_sent_over_the_next():
+    it = Sending(window=4)
+    it.session.apply(m.LinkLost(LINKS[0], "reset"), 2)
+    assert it.chunk(0, 300, (10, 11, 12), last=True) == []
+    units = [(unit.field, number) for gather in resend(it, m.Link(2)) for unit in gather.units for number in unit.ids]
+    assert sorted(units) == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 10), (4, 11), (4, 12)]
+
+
+@pytest.mark.parametrize("how", ["gone", "restarted", "time"])
+def test_rooms_of_a_decode_agent_that_does_not_come_back_fail_on_p(how: str):
+    it = Sending()
+    effects = it.session.apply(m.LinkLost(LINKS[0], "reset", gone=how == "gone"), 2)
+    if how == "restarted":
+        effects = it.session.apply(m.LinkUp(m.Link(2), record("decode", engine_epoch=5)), 3)
+    elif how == "time":
+        at, effects = pass_deadline(it.session)
+        assert at == 2 + LIMITS.resume
+    assert code(effects) == "PD_PEER_DEAD" and "decode-0 rank 0" in reports(effects)[0].failure.message
+    assert reports(effects)[1] == m.Drained(ROOM)
+
+
+def test_a_cancel_while_there_is_no_link_ends_the_room_on_either_side():
+    p, d = Sending(), Receiving()
+    p.session.apply(m.LinkLost(LINKS[0], "reset"), 2)
+    d.session.apply(m.LinkLost(LINKS[0], "reset"), 2)
+    for session in (p.session, d.session):
+        assert reports(session.apply(m.CancelRoom(ROOM, "test"), 2)) == [m.Drained(ROOM)]
+    answer = p.session.apply(m.LinkUp(m.Link(2), record("decode")), 3) + p.session.apply(m.FromPeer(m.Link(2), p.offer), 3)
+    assert said(answer, 2)[0].failure.code == "cancelled", "D learns it by its offer"
 
 
 def test_times_of_p():
