@@ -9,6 +9,7 @@ from typing import Any
 import services.scheduler.decode.events as ev
 from services.contracts.events import DeadlinePassed
 from services.contracts.ids import RequestId
+from services.scheduler.alarm import Alarm
 from services.scheduler.decode.arrivals import DRAIN_S, Arrivals
 from services.scheduler.decode.request import (
     Decoding,
@@ -36,6 +37,7 @@ class DecodePlanner:
         self.shape = shape
         self.pairs: dict[ev.Pair, str] = {}  # the prefill engines that may ask, by name
         self.draining = False
+        self.alarm = Alarm()
         self._rooms = Rooms(shape)
         self._arrivals = Arrivals(self._rooms)
         self._residents = Residents(self._rooms)
@@ -194,6 +196,8 @@ class DecodePlanner:
         self._dispatch(request, ev.EndAsked(failure))
 
     def _from_agent(self, event: ev.AgentRankReady | ev.AgentRoomFailed | ev.AgentDrained) -> None:
+        if isinstance(event, ev.AgentRoomFailed):
+            self.alarm.hear(event.room, event.failure, self._rooms.now)
         request = self._rooms.requests.get(event.room)
         if request is None:
             self._rooms.totals["late_messages"] += 1

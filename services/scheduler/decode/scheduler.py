@@ -80,10 +80,11 @@ class DecodeScheduler:
     def describe(self) -> dict[str, Value]:
         """The engine's entry in the ledger."""
         shape, counters = self.planner.shape, self.planner.counters()
+        unhealthy = self.planner.alarm.reason(self.shell.clock.now())
         return {
             "role": "decode",
             "epoch": shape.epoch,
-            "health": "draining" if self.planner.draining else "ready" if len(self.prefills) else "unpaired",
+            "health": "draining" if self.planner.draining else unhealthy or ("ready" if len(self.prefills) else "unpaired"),
             "replicas": shape.replicas,
             "places": shape.places * shape.replicas,
             "blocks": (shape.num_blocks - 1) * shape.replicas,

@@ -252,6 +252,13 @@ class Emptied:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthChanged:
+    """`reason`: why no new requests are taken; empty when they are again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoseEngine:
     """Every request has been failed; the process is to end."""
 
@@ -261,7 +268,7 @@ class LoseEngine:
 Effect = (
     Reserve | CancelOnDecode | DropDecode | CancelOnAgents | ForgetRooms
     | PublishQueued | PublishAttached | PublishTokens | PublishFinished | PublishFailure | PublishHandedOver
-    | WriteTransition | RequestGone | Emptied | LoseEngine
+    | WriteTransition | RequestGone | Emptied | HealthChanged | LoseEngine
 )  # fmt: skip
 
 

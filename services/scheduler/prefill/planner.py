@@ -12,6 +12,7 @@ import services.scheduler.prefill.events as ev
 from services.contracts.events import DeadlinePassed
 from services.contracts.ids import Room, Token
 from services.contracts.lifecycle import TERMINAL, State
+from services.scheduler.alarm import WRONG_BYTES, Alarm
 from services.scheduler.prefill import invariants, report
 from services.scheduler.prefill.admission import Limits, refusal
 from services.scheduler.prefill.chunking import fill
@@ -43,6 +44,8 @@ class PrefillPlanner:
         self.draining = False
         self.decode: ev.DecodeConnected | None = None
         self.roster = Roster(limits)
+        self.alarm = Alarm()
+        self._health_told = ""
         self.pipeline = Pipeline(limits.stages)
         self._rng = rng
         self._decode_full = False  # it refused a place; CapacityFreed clears this
@@ -57,6 +60,7 @@ class PrefillPlanner:
             self.HANDLERS[type(event)](self, event)
             self._reserve_next()
             self._say_when_empty()
+            self._say_how_it_is()
         return self.roster.effects
 
     def plan(self, now: float) -> ev.PrefillStep | None:
@@ -73,6 +77,7 @@ class PrefillPlanner:
 
     def next_deadline(self) -> float | None:
         times = [self.roster.timers.next()]
+        times.append(self.alarm.next_change(self.roster.now))
         if self.pipeline.steps:
             times.append(self.pipeline.progressed_at + self.limits.step_timeout)
         return min((time for time in times if time is not None), default=None)
@@ -126,6 +131,8 @@ class PrefillPlanner:
             return ev.Failure("engine_lost", f"{self.limits.engine_id} is draining and takes no new requests; try again later")
         if self.decode is None:
             return ev.Failure("engine_lost", "the decode engine is not connected; try again in a few seconds", "DECODE")
+        if unhealthy := self.alarm.reason(self.roster.now):
+            return ev.Failure("engine_lost", f"{self.limits.engine_id} is unhealthy: {unhealthy}", WRONG_BYTES)
         failure = refusal(event, self.limits, self.decode.max_request_tokens)
         if failure is None and len(self.roster.queue) >= self.limits.max_queued:
             message = f"{len(self.roster.queue)} requests are queued, which is the limit; try again later"
@@ -380,8 +387,16 @@ class PrefillPlanner:
             self._emptied_due = False
             self.roster.emit(ev.Emptied())
 
+    def _say_how_it_is(self) -> None:
+        health = self.alarm.reason(self.roster.now)
+        if health != self._health_told:
+            self._health_told = health
+            self.roster.emit(ev.HealthChanged(health))
+
     # ---- the tables
     def _to_room(self, event: ev.RoomEvent) -> None:
+        if isinstance(event, ev.RoomFailed | ev.RoomEnded):
+            self.alarm.hear(event.room, event.failure, self.roster.now)
         request = self.roster.rooms.get(event.room)
         if request is None:
             self.totals["late_messages"] += 1

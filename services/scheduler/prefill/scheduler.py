@@ -32,7 +32,7 @@ class PrefillScheduler:
         self._stopping = False
         self._lost: asyncio.Future[ev.Failure] = asyncio.get_running_loop().create_future()
         self.shell.launch = self._launch
-        carriers: dict[type, Callable[[Any], None]] = {
+        carriers: dict[type, Callable[[Any], Any]] = {
             ev.Reserve: lambda effect: self.link.reserve(effect, self.clients.prompt_hash(effect.request_id)),
             ev.CancelOnDecode: self.link.cancel_room,
             ev.DropDecode: self.link.drop,
@@ -47,6 +47,7 @@ class PrefillScheduler:
             ev.WriteTransition: self._write,
             ev.RequestGone: self.clients.forget,
             ev.Emptied: lambda _: self._emptied.set(),
+            ev.HealthChanged: self._health_changed,
             ev.LoseEngine: self._lose,
         }
         for effect, carrier in carriers.items():
@@ -59,7 +60,7 @@ class PrefillScheduler:
             return "draining"
         if not self._ledger.available:
             return "Redis is away"
-        return self.link.reason
+        return self.link.reason or self.planner.alarm.reason(self.shell.clock.now())
 
     async def run(self) -> None:
         """Until stop(). EngineLost when the engine is lost, once everyone who waits was told."""
@@ -138,6 +139,10 @@ class PrefillScheduler:
     async def _keep_lease(self) -> None:
         await self._ledger.lease_lost.wait()
         self.shell.post(ev.EngineFailed(ev.Failure(EngineLost.code, "another scheduler took its lease")))
+
+    async def _health_changed(self, effect: ev.HealthChanged) -> None:
+        log.error("unhealthy", reason=effect.reason) if effect.reason else log.info("healthy again")
+        await self._changed()
 
     def _launch(self, step: ev.PrefillStep) -> None:
         for transition in step.transitions:
