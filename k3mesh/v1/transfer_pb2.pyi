@@ -51,18 +51,20 @@ class IntroduceAgent(_message.Message):
     def __init__(self, scheduler: _Optional[str] = ...) -> None: ...
 
 class AgentHello(_message.Message):
-    __slots__ = ("engine_id", "engine_epoch", "rank", "peer_address", "staging_bytes")
+    __slots__ = ("engine_id", "engine_epoch", "rank", "peer_address", "staging_bytes", "placement_fingerprint")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     engine_epoch: int
     rank: int
     peer_address: str
     staging_bytes: int
-    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., rank: _Optional[int] = ..., peer_address: _Optional[str] = ..., staging_bytes: _Optional[int] = ...) -> None: ...
+    placement_fingerprint: str
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., rank: _Optional[int] = ..., peer_address: _Optional[str] = ..., staging_bytes: _Optional[int] = ..., placement_fingerprint: _Optional[str] = ...) -> None: ...
 
 class PairWith(_message.Message):
     __slots__ = ("engine_id", "engine_epoch", "agents")

@@ -20,6 +20,7 @@ from services.kvtransfer.messages import (
     Gather,
     Gathered,
     Receive,
+    RoomFailed,
     Scatter,
     Scattered,
     Send,
@@ -39,6 +40,7 @@ from services.runtime.rpc_server import RpcServer
 from services.runtime.shell import Shell
 from services.runtime.telemetry import log
 
+ALERTS = ("PD_BYTES", "PD_ROUTE")  # what no order of events explains
 GRACE_S = 0.5  # for calls that are open when the agent ends
 
 
@@ -95,7 +97,6 @@ class Agent:
         async with AsyncExitStack() as stack:
             worker = WorkerSocket(self._place.agent_socket)
             stack.callback(worker.close)
-            log.info("staging", frames=self._limits.frames, bytes=self._limits.staging_bytes)
             transport = self._transport()
             meeting = asyncio.ensure_future(worker.meet(self._place.startup_timeout))
             stopping = asyncio.ensure_future(process.stopping.wait())
@@ -118,9 +119,13 @@ class Agent:
         placement: Placement,
         pools: PoolPort,
     ) -> None:
-        session = (SourceSession if placement.role == "prefill" else SinkSession)(placement, self._limits)
+        limits = self._limits
+        session = (SourceSession if placement.role == "prefill" else SinkSession)(placement, limits)
         shell = Shell(session)
-        staging = Staging(self._limits.frames, self._limits.frame_bytes)
+        staging = Staging(limits.frames, limits.frame_bytes)
+        log.info(
+            "staging", frames=limits.frames, frame_bytes=limits.frame_bytes, bytes=limits.staging_bytes, pinned=staging.pinned
+        )
         copier = Copier(pools, staging)
         stack.callback(copier.close)
         peers = Peers(placement, self._limits, transport, staging, shell.post)
@@ -170,6 +175,11 @@ class Agent:
 
     def _wire(self, shell: Shell, copier: Copier, peers: Peers, control: Control) -> None:
         def deliver(effect: ToScheduler) -> None:
+            if isinstance(effect.report, RoomFailed):
+                failure = effect.report.failure
+                (log.error if failure.detail in ALERTS else log.info)(
+                    "room failed", code=failure.detail, reason=failure.message
+                )
             control.report(wire.report(effect.report, time.time() - shell.clock.now()))
 
         def defect(effect: Any, error: Exception) -> None:

@@ -135,6 +135,7 @@ class Control(transfer_pb2_grpc.TransferControlServicer):
             rank=self._placement.global_rank,
             peer_address=self.address,
             staging_bytes=self._staging_bytes,
+            placement_fingerprint=self._placement.fingerprint,
         )
 
     def _pair(self, pair: transfer_pb2.PairWith) -> None:

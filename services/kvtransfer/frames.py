@@ -3,6 +3,7 @@
 A frame holds whole units one after the other, so the extents of its message say all about its bytes.
 """
 
+import ctypes
 import mmap
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from services.contracts.placement import Placement
 from services.kvtransfer.messages import Units
 
 Bytes = npt.NDArray[np.uint8]
+MLOCK_ONFAULT = 1  # of <sys/mman.h>
 
 
 class PoolPort(Protocol):
@@ -62,14 +64,24 @@ class SharedPools:
 
 
 class Staging:
-    """The ring's memory. Frames are touched, and so become resident, as they are first used."""
+    """The ring's memory: all that an agent has, however much is under way. Frames become resident as they are first used; if
+    `pinned`, they stay so."""
 
     def __init__(self, frames: int, frame_bytes: int):
-        self._frames: Bytes = np.frombuffer(mmap.mmap(-1, frames * frame_bytes), np.uint8).reshape(frames, frame_bytes)
+        memory = mmap.mmap(-1, frames * frame_bytes)
+        self.pinned = _pin(memory)
+        self._frames: Bytes = np.frombuffer(memory, np.uint8).reshape(frames, frame_bytes)
 
     def frame(self, index: int, length: int | None = None) -> Bytes:
         """A frame's first `length` bytes, or all of it."""
         return self._frames[index, :length]
+
+
+def _pin(memory: mmap.mmap) -> bool:
+    """Lock its pages as they are touched. False where the limit on locked memory (RLIMIT_MEMLOCK) is too small."""
+    address, length = ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory)
+    lock = ctypes.CDLL(None).mlock2
+    return lock(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(MLOCK_ONFAULT)) == 0
 
 
 def checksum(frame: Bytes) -> int:

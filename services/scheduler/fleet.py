@@ -141,11 +141,24 @@ class EngineFleet:
             values = {getattr(hello, name) for hello in workers}
             if len(values) > 1:
                 raise ConfigError(f"the workers of {first.engine_id} disagree on {name}: {values}; give them one checkpoint")
+        self._agree_on_places(agents)
         return replace(
             first,
             num_blocks=min(hello.num_blocks for hello in workers),
             num_slots=min(hello.num_slots for hello in workers),
         )
+
+    def _agree_on_places(self, agents: list[wire.AgentHello]) -> None:
+        """Ranks of one stage hold the same fields at the same places (spec cache-and-handoff §4)."""
+        width = len(agents) // self._arguments.pipeline_parallel_size
+        for hello in agents:
+            first = agents[hello.rank - hello.rank % width]
+            if hello.placement_fingerprint != first.placement_fingerprint:
+                raise ConfigError(
+                    f"ranks {first.rank} and {hello.rank} of {hello.engine_id} are of one stage, and their records have placement "
+                    f"fingerprints {first.placement_fingerprint} and {hello.placement_fingerprint}; give both the same flags",
+                    detail="PD_CONTRACT",
+                )
 
 
 async def _introduce(firsts: list[tuple[Drive, Any]], met: dict[str, Any]) -> None:

@@ -41,6 +41,7 @@ class AgentHello:
     engine_epoch: int
     rank: GlobalRank
     peer_address: str  # where agents of the other engine link to
+    placement_fingerprint: str
 
 
 def introduce_worker(scheduler: str, fence: int) -> worker_pb2.WorkerCommand:
@@ -70,4 +71,4 @@ def worker_hello(it: worker_pb2.WorkerHello) -> WorkerHello:
 
 
 def agent_hello(it: transfer_pb2.AgentHello) -> AgentHello:
-    return AgentHello(it.engine_id, it.engine_epoch, GlobalRank(it.rank), it.peer_address)
+    return AgentHello(it.engine_id, it.engine_epoch, GlobalRank(it.rank), it.peer_address, it.placement_fingerprint)

@@ -53,6 +53,7 @@ async def test_it_introduces_itself_with_its_fence_and_serves_when_all_have_said
         ("agents", "rank", 7, "expected rank 1 of decode-0 and found rank 7"),
         ("agents", "engine_id", "decode-9", "found rank 1 of decode-9"),
         ("workers", "model_fingerprint", "other", "disagree on model_fingerprint"),
+        ("agents", "placement_fingerprint", "other", "records have placement fingerprints"),
         ("workers", "rank", 1, "expected rank 2 of decode-0 and found rank 1"),
     ],
 )

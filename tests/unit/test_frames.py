@@ -1,5 +1,6 @@
 """Gather and scatter over pools with gaps between units, and the sums of frames."""
 
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -11,6 +12,7 @@ from k3mesh.errors import ConfigError
 from services.contracts.placement import Arena, FieldPlace, Placement
 from services.kvtransfer.frames import SharedPools, Staging, check_frame_bytes, checksum
 from services.kvtransfer.messages import Units
+from services.kvtransfer.transport import usual_frame_bytes
 from tests.lib.transfer import record
 
 UNITS = 5
@@ -79,3 +81,22 @@ def test_prefill_pools_are_only_read():
     p = SharedPools(placement((128, 320)), [bytes(8192)])
     with pytest.raises(ValueError, match="read-only"):
         p.scatter(np.zeros(256, np.uint8), [Units(1, (0,))])
+
+
+def test_staging_memory_that_is_pinned_is_locked_as_it_is_touched():
+    before, ring = _locked(), Staging(4, 1 << 20)
+    if not ring.pinned:
+        pytest.skip("RLIMIT_MEMLOCK is too small here")
+    ring.frame(2)[:] = 1
+    assert _locked() - before >= 1 << 20
+
+
+def _locked() -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmLck")]
+    return int(line.split()[1]) << 10
+
+
+@pytest.mark.parametrize(("tls", "size"), [(None, 1 << 20), ("tcp,self", 1 << 20), ("cuda_copy,cuda_ipc,tcp", 64 << 20)])
+def test_frames_are_as_large_as_the_transport_likes(monkeypatch: pytest.MonkeyPatch, tls: str | None, size: int):
+    monkeypatch.delenv("UCX_TLS", raising=False) if tls is None else monkeypatch.setenv("UCX_TLS", tls)
+    assert usual_frame_bytes() == size
