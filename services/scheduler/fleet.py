@@ -156,8 +156,8 @@ class EngineFleet:
             if hello.placement_fingerprint != first.placement_fingerprint:
                 raise ConfigError(
                     f"ranks {first.rank} and {hello.rank} of {hello.engine_id} are of one stage, and their records have "
-                    f"placement fingerprints {first.placement_fingerprint} and {hello.placement_fingerprint}; give both the same "
-                    "flags",
+                    f"placement fingerprints {first.placement_fingerprint} and {hello.placement_fingerprint}; "
+                    "give both the same flags",
                     detail="PD_CONTRACT",
                 )
 
