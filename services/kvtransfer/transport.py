@@ -9,7 +9,7 @@ default, 2 % of a core for nothing; events and submissions wake it anyway, so WA
 
 import asyncio
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from services.kvtransfer.frames import Bytes
@@ -99,13 +99,11 @@ class Endpoint:
 
     async def send(self, tag: int, buffer: Bytes) -> None:
         """Until UCX has read the buffer; that the peer has it is for the peer to say. TransportError if it fails."""
-        self._check()
-        await self._transport.finish(self._endpoint.send(buffer, tag=self._transport.tag(tag), force_tag=True))
+        await self._do(self._endpoint.send, tag, buffer)
 
     async def receive(self, tag: int, buffer: Bytes) -> None:
         """The message with this tag, not longer than the buffer; a shorter one leaves the rest of it as it was."""
-        self._check()
-        await self._transport.finish(self._endpoint.recv(buffer, tag=self._transport.tag(tag), force_tag=True))
+        await self._do(self._endpoint.recv, tag, buffer)
 
     async def abort(self) -> None:
         """End all that is in flight here: no buffer is written once its receive has ended."""
@@ -113,6 +111,12 @@ class Endpoint:
             self._aborted = True
             await asyncio.to_thread(self._endpoint.abort)
 
-    def _check(self) -> None:
+    async def _do(self, transfer: Callable[..., Coroutine[Any, Any, Any]], tag: int, buffer: Bytes) -> None:
         if self._aborted:
             raise TransportError("the endpoint was aborted", peer_gone=True)
+        try:
+            await self._transport.finish(transfer(buffer, tag=self._transport.tag(tag), force_tag=True))
+        except AttributeError as error:  # UCXX takes its handle away in abort(), also from a call that is about to begin
+            if not self._aborted:
+                raise
+            raise TransportError("the endpoint was aborted", peer_gone=True) from error
