@@ -1,5 +1,5 @@
 """Transfer agents as real processes, and what stands around one in a test: its worker (the worker's own pools and socket end)
-and its scheduler. Also, run as a module, the agent process with limits that a test can wait for, and a way that damages frames.
+and its scheduler.
 """
 
 import asyncio
@@ -27,7 +27,6 @@ from services.contracts.ids import BLOCK_TOKENS, BlockId, RequestId, Room, SlotI
 from services.contracts.model import ModelConfig, parse_model_config
 from services.contracts.placement import Manifest, Placement, place
 from services.contracts.topology import Topology, even_partition
-from services.kvtransfer.session import Limits
 from services.runtime import wire
 from services.runtime.channels import open_channel
 from tests.lib.k3 import CONFIG
@@ -49,13 +48,22 @@ def model() -> ModelConfig:
 
 
 def record(
-    role: str, stage: int = 0, *, stages: int = 2, tp: int = 0, dp: int = 0, dp_size: int = 1, **changes: Any
+    role: str,
+    stage: int = 0,
+    *,
+    stages: int = 2,
+    partition: tuple[int, ...] = (),
+    tp: int = 0,
+    dp: int = 0,
+    dp_size: int = 1,
+    **changes: Any,
 ) -> Placement:
     """The placement record of one rank; attention tensor-parallel size 1."""
-    stages = stages if role == "prefill" else 1
-    topology = Topology(role, stages, dp_size, 1, dp_size, 6, even_partition(6, stages))
+    layers = (partition or even_partition(6, stages)) if role == "prefill" else (6,)
+    topology = Topology(role, len(layers), dp_size, 1, dp_size, 6, layers)
     given: dict[str, Any] = dict(
-        engine_id=f"{role}-0", engine_epoch=EPOCHS[role], model_fingerprint="m", num_blocks=24, num_slots=6, verify_width=1,
+        engine_id=f"{role}-0", engine_epoch=EPOCHS[role], model_fingerprint="m", verify_width=1,
+        num_blocks=changes.pop("num_blocks", 24), num_slots=changes.pop("num_slots", 6),
     )  # fmt: skip
     geometry = Geometry(model(), topology, "float32", changes.pop("draft_layers", 0))
     made = place(geometry, topology.place_of(topology.rank_of(stage, dp, tp)), **given)
@@ -89,9 +97,26 @@ class AgentProcess:
     socket: str
     reports: list[transfer_pb2.AgentReport] = field(default_factory=list)
     grown: asyncio.Condition = field(default_factory=asyncio.Condition)
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    heard: Callable[[transfer_pb2.AgentReport | None], None] | None = None  # of each report; of None at the end of the stream
+
+    async def damage(self, kind: str) -> None:
+        """What is done to the next frame that this agent sends (tests.lib.agent_process)."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{kind}\n".encode())
+        while await self.process.stdout.readline() not in (b"armed\n", b""):
+            pass
+
+    async def until_damaged(self) -> None:
+        """That frame's turn has come."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(DEADLINE_S):
+            while await self.process.stdout.readline() not in (b"done\n", b""):
+                pass
 
     async def command(self, **command: Any) -> None:
-        await self.drive.write(transfer_pb2.AgentCommand(fence=1, **command))
+        async with self.writing:  # a gRPC stream takes one write at a time
+            await self.drive.write(transfer_pb2.AgentCommand(fence=1, **command))
 
     async def cancel(self, room: int, reason: str = "test") -> None:
         await self.command(cancel=request_pb2.CancelRoom(room=room, reason=reason))
@@ -136,8 +161,12 @@ class AgentProcess:
                 async with self.grown:
                     self.reports.append(report)
                     self.grown.notify_all()
+                if self.heard is not None:
+                    self.heard(report)
         async with self.grown:
             self.grown.notify_all()
+        if self.heard is not None:
+            self.heard(None)
 
 
 class Pools:
@@ -180,7 +209,9 @@ async def agent(
     options |= dict(agent_socket=str(path), damage=damage, limits=SMALL | limits)
     log = (directory / f"{name}.log").open("wb")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.lib.transfer", json.dumps(options), cwd=ROOT, stderr=log,
+        sys.executable, "-m", "tests.lib.agent_process", json.dumps(options), cwd=ROOT, stderr=log,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "K3MESH_PARENT": str(os.getpid())},
     )  # fmt: skip
     async with AsyncExitStack() as stack:
@@ -274,7 +305,7 @@ class Handoff:
     table: list[int]  # P's block ids by logical block
     slot: int  # P's
     chunk_tokens: int = 256
-    interval: int = 1
+    interval: int = 1  # producer steps to a barrier; 0: one at the end of each chunk
     cached: int = 0  # tokens that P has in its own prefix cache
     position: int = -1
     step: int = 0
@@ -310,8 +341,9 @@ class Handoff:
         stage.worker.post(
             barriers.ChunkStarted(step_id, (barriers.LocalRow(self.room, start, end, last, self.slot, tuple(new)),))
         )
-        for lo in range(0, len(steps), self.interval):
-            hi = min(lo + self.interval, len(steps))
+        interval = self.interval or len(steps)
+        for lo in range(0, len(steps), interval):
+            hi = min(lo + interval, len(steps))
             for index in (index for step in steps[lo:hi] for index in step):
                 units = self.table[start // BLOCK_TOKENS : blocks_for(end)]
                 self.fill(stage, index, units if stage.placement.fields[index].kind == PAGED else [self.slot])
@@ -385,59 +417,7 @@ def handoff(mesh: Mesh, decode: AgentProcess, room: int, **changes: Any) -> Hand
         changes.pop("table", None) or random.sample(range(1, source.num_blocks), blocks_for(prompt)),
         changes.pop("p_slot", random.randrange(1, source.num_slots)),
         chunk_tokens=random.choice((128, 256, 512)),
-        interval=random.choice((1, 2, 9)),
+        interval=random.choice((0, 1, 2, 3, 9)),
         cached=changes.pop("cached", random.randrange(blocks_for(prompt)) * BLOCK_TOKENS),
         **changes,
     )
-
-
-# ---- the process
-def _main() -> None:
-    from services.kvtransfer.agent import Agent, Place
-    from services.kvtransfer.transport import Endpoint, Transport
-    from services.runtime.process import run
-
-    class DamagedEndpoint(Endpoint):
-        def __init__(self, *parts: Any):
-            super().__init__(*parts)
-            self._over = asyncio.Event()
-
-        async def send(self, tag: int, buffer: Any) -> None:
-            """The process's third frame goes out with one bit wrong, or (`hold`) not before the end of the link."""
-            if next(frames) == 2:
-                if options["damage"] == "hold":
-                    await self._over.wait()
-                buffer = buffer.copy()
-                buffer[len(buffer) // 2] ^= 1
-            await super().send(tag, buffer)
-
-        async def abort(self) -> None:
-            await super().abort()
-            self._over.set()
-
-    class DamagedTransport(Transport):
-        async def connect(self, address: bytes) -> Endpoint:
-            whole = await super().connect(address)
-            return DamagedEndpoint(self, whole._endpoint)
-
-    options = json.loads(sys.argv[1])
-    frames = count()
-    place = Place(
-        *(options[key] for key in ("engine_id", "role", "rank", "listen", "agent_socket")), startup_timeout=DEADLINE_S
-    )
-    damaged = options["damage"] and options["role"] == "prefill" and options["rank"] == 0
-    transport = DamagedTransport if damaged else Transport
-
-    async def main(process: Any, _: Any) -> None:
-        await Agent(place, Limits(**options["limits"]), transport).run(process)
-
-    class Arguments:
-        @classmethod
-        def parse(cls, argv: list[str]) -> list[str]:
-            return argv
-
-    run("agent", main, Arguments)
-
-
-if __name__ == "__main__":
-    _main()
