@@ -198,6 +198,23 @@ async def test_only_one_scheduler_drives_an_agent_and_introduces_itself_first(pa
     assert (await pair.replicas[0].inspect()).ready
 
 
+async def test_an_idle_agent_takes_less_than_a_hundredth_of_a_core(pair: Mesh):
+    """After all that went over it; its links stand and beat."""
+    await run(handoff(pair, pair.replicas[0], 330))
+    await pair.at_rest()
+    window, pids = 5.0, [it.process.pid for it in pair.agents]
+    before = list(map(cpu_seconds, pids))
+    await asyncio.sleep(window)
+    used = [after - at for after, at in zip(map(cpu_seconds, pids), before, strict=True)]
+    assert max(used) < 0.01 * window, used
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of all threads of a process so far."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+
 async def test_a_pair_that_does_not_fit_is_refused_naming_the_field(tmp_path: Path):
     async with agent(record("prefill", 0, stages=1), tmp_path) as stage, agent(record("decode", verify_width=8), tmp_path) as d:
         await Mesh([stage], [d]).pair(d)

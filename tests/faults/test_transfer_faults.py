@@ -105,21 +105,24 @@ async def test_a_dead_prefill_agent_fails_the_room_everywhere_and_its_next_life_
             await made.at_rest()
 
 
-async def test_a_stopped_prefill_agent_is_dead_after_two_heartbeats(tmp_path: Path):
+@pytest.mark.parametrize("victim", ["P", "D"])
+async def test_a_stopped_agent_is_named_by_its_peers_after_two_heartbeats(tmp_path: Path, victim: str):
     """UCX reports nothing of a process that does not run; the link's silence does. When it runs again it is paired again."""
     async with mesh(tmp_path, damage="hold", beat=0.2) as made:
         decode, stage = made.replicas[0], made.stages[0]
         await start(made, decode, 1)
         await until_held(made)
-        stage.process.send_signal(signal.SIGSTOP)
+        stopped, witness = (stage, decode) if victim == "P" else (decode, stage)
+        stopped.process.send_signal(signal.SIGSTOP)
         try:
-            failed = await decode.until("failed", 1)
-            assert failed.failure.detail == "PD_PEER_DEAD" and "heartbeats" in failed.failure.message
-            await decode.until("drained", 1)
-            await decode.until_counters(lambda counters: not any(counters.values()))
+            failed = await witness.until("failed", 1)
+            assert failed.failure.detail == "PD_PEER_DEAD"
+            assert f"the link to {stopped.placement.name} is lost: 2 heartbeats missed" in failed.failure.message
+            await witness.until("drained", 1)
+            await witness.until_counters(lambda counters: not any(counters.values()))
         finally:
-            stage.process.send_signal(signal.SIGCONT)
-        await stage.until("drained", 1)
+            stopped.process.send_signal(signal.SIGCONT)
+        await stopped.until("drained", 1)
         await decode.until_counters(lambda counters: counters["links"] == 2)
         await made.at_rest()
 

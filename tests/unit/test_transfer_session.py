@@ -1,12 +1,17 @@
 """Each side's session by itself: what it refuses and with which code, what ends by time, and what it drops."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.contracts.barriers import ChunkStarted, FieldsReady, ForgetLocal, Handoff, HandoffReady, LocalRow
 from services.contracts.events import DeadlinePassed
+from services.contracts.geometry import blocks_for
+from services.contracts.ids import BLOCK_TOKENS
 from services.kvtransfer import messages as m
 from services.kvtransfer.session import Limits, Session, Tombstones
 from services.kvtransfer.sink import SinkSession
@@ -404,6 +409,39 @@ def test_a_frame_holds_whole_units_of_one_room_up_to_its_size():
     frames = [it.offered(gather) for gather in gathers]
     assert all(frame.length <= LIMITS.frame_bytes for frame in frames) and [frame.seq for frame in frames] == [0, 1]
     assert it.session.counters()["staging_frames_used"] == 2, "the window of the link"
+
+
+@given(st.data(), st.integers(1, 8 * BLOCK_TOKENS), st.integers(0, 9), st.sampled_from([0, 2]))
+def test_any_interval_gathers_every_unit_once_behind_its_own_barrier(data: Any, prompt: int, interval: int, draft_layers: int):
+    """Whatever the chunks, D's prefix and what P had cached: blocks when they are full, or at the end of the prompt; state with
+    the last chunk alone; the drafter's rows behind everything else of a chunk."""
+    place = record("prefill", 1, draft_layers=draft_layers)
+    session = SourceSession(place, replace(LIMITS, frames=999, window=999))
+    session.apply(m.LinkUp(LINKS[0], record("decode")), 0)
+    prefix, cached = (data.draw(st.integers(0, blocks_for(prompt) - 1)) * BLOCK_TOKENS for _ in range(2))
+    wanted = manifest(ROOM, prompt, prefix)
+    session.apply(m.FromPeer(LINKS[0], m.Offer(wanted)), 0)
+    count, start, known, seen = len(place.producer_steps), cached, 0, Counter[tuple[int, int]]()
+    for step, end in enumerate(sorted(data.draw(st.sets(st.integers(cached + 1, prompt), max_size=4)) | {prompt})):
+        last, blocks = end == prompt, tuple(range(10 + known, 10 + blocks_for(end)))
+        known = blocks_for(end)
+        session.apply(ChunkStarted(step, (LocalRow(ROOM, start, end, last, 4, blocks),)), 1)
+        for lo in range(0, count, interval or count):
+            hi = min(lo + (interval or count), count)
+            passed = {index for fields in place.producer_steps[lo:hi] for index in fields}
+            for effect in session.apply(FieldsReady(step, lo, hi), 1):
+                assert isinstance(effect, m.Gather)
+                for units in effect.units:
+                    paged = place.fields[units.field].kind == "paged"
+                    full = all((unit - 10 + 1) * BLOCK_TOKENS <= end for unit in units.ids)
+                    assert units.field in passed and (last or (paged and full))
+                    seen.update((units.field, unit) for unit in units.ids)
+        start = end
+    first = prefix // BLOCK_TOKENS
+    blocks, slot = range(10 + first, 10 + blocks_for(prompt)), [4]
+    expected = [(n, u) for n, it in enumerate(place.fields) for u in (blocks if it.kind == "paged" else slot)]
+    assert seen == Counter(expected)
+    assert all(place.fields[index].layer >= place.layer_hi for index in place.producer_steps[-1]) is (draft_layers > 0)
 
 
 def complete(it: Sending) -> list[Any]:
