@@ -242,6 +242,20 @@ async def test_a_room_that_fails_on_an_agent_is_one_typed_error(scheduler, peers
     await scheduler.at_rest()
 
 
+async def test_three_rooms_with_wrong_bytes_make_the_engine_unhealthy_and_new_requests_are_refused(scheduler, peers):
+    damage = common_pb2.Failure(code="transfer_failed", message="bytes differ", detail="PD_BYTES")
+    for room in range(3):
+        assert await scheduler.is_serving()
+        peers.agents[room % 2].lines.say(transfer_pb2.AgentReport(failed=transfer_pb2.RoomFailed(room=room, failure=damage)))
+    async with asyncio.timeout(PATIENCE_S):
+        while await scheduler.is_serving():
+            await asyncio.sleep(0.01)
+    assert "wrong bytes" in (await scheduler.client.describe()).not_ready_reason
+    with pytest.raises(EngineLost, match="prefill-0 is unhealthy: at least 3 handoffs") as caught:
+        await served(scheduler)
+    assert caught.value.detail == "PD_BYTES"
+
+
 # ---- what people ask
 async def test_describe_tells_the_model_its_limits_and_the_decode_scheduler(scheduler, peers):
     model = await scheduler.client.describe()
