@@ -1,5 +1,6 @@
 """What each side knows of a room and of a staging frame in use, and what makes a frame or a stage's end wrong (pure)."""
 
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -152,6 +153,38 @@ class Sink:
         self.shares = [share if share.acked else Share(share.expected_bytes) for share in self.shares]
         if not self.shares[-1].acked:
             self.handoff = None
+
+
+class Claims:
+    """Which room each block and slot was last armed for, and in which generation. Frames name positions in an armed manifest
+    and never units, so this is where late and crossing ones are kept out of memory that is another's."""
+
+    def __init__(self) -> None:
+        self._units: dict[tuple[str, int], tuple[int, m.Room]] = {}
+
+    def refusal(self, manifest: Manifest, live: Container[m.Room]) -> m.Failure | None:
+        """Why the manifest's units cannot be the room's, or None."""
+        for (kind, unit), generation in self._of(manifest):
+            before, holder = self._units.get((kind, unit), (0, 0))
+            if generation < before:
+                return m.transfer_failed(
+                    "PD_STALE",
+                    f"room {manifest.room:x}: {kind} {unit} is in generation {before}, the manifest names {generation}",
+                )
+            if holder in live:
+                return m.transfer_failed("PD_MANIFEST", f"room {manifest.room:x}: {kind} {unit} is still room {holder:x}'s")
+        return None
+
+    def take(self, manifest: Manifest) -> None:
+        self._units.update({unit: (generation, manifest.room) for unit, generation in self._of(manifest)})
+
+    def hold(self, manifest: Manifest) -> bool:
+        return all(self._units[unit] == (generation, manifest.room) for unit, generation in self._of(manifest))
+
+    def _of(self, manifest: Manifest) -> Iterator[tuple[tuple[str, int], int]]:
+        for block, generation in zip(manifest.blocks, manifest.block_gens, strict=True):
+            yield ("block", block), generation
+        yield ("slot", manifest.slot), manifest.slot_gen
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from services.contracts.geometry import PAGED
 from services.contracts.placement import Manifest, Placement
 from services.kvtransfer import messages as m
 from services.kvtransfer.credits import FairQueue, FrameId, Ring
-from services.kvtransfer.rooms import Incoming, IncomingState, Pairing, Share, Sink, end_fault
+from services.kvtransfer.rooms import Claims, Incoming, IncomingState, Pairing, Share, Sink, end_fault
 from services.kvtransfer.session import Limits, Phase, Session
 
 
@@ -40,7 +40,7 @@ class SinkSession(Session):
         self._lost: Pairing | None = None  # until it stands again or its rooms have given up
         self._loss = ""  # why
         self._rooms: dict[m.Room, Sink] = {}
-        self._claims: dict[tuple[str, int], tuple[int, m.Room]] = {}  # unit -> generation and room that it was last armed for
+        self._claims = Claims()
         self._ring: Ring[m.Link] = Ring(limits.frames, limits.window)
         self._frames: dict[FrameId, Incoming] = {}
         self._waiting: FairQueue[m.Link, tuple[m.Room, int, m.Frame]] = FairQueue()  # for credit: room, stage, frame
@@ -128,7 +128,7 @@ class SinkSession(Session):
             accept_by=self._now + self.limits.bootstrap,
             shares=[Share(stage.expected_bytes(positions)) for stage in pairing.stages],
         )
-        self._claims.update({unit: (generation, room) for unit, generation in _units_of(manifest)})
+        self._claims.take(manifest)
         if self._pairing is not None:
             self._offer(sink, self._pairing)
         else:
@@ -139,16 +139,7 @@ class SinkSession(Session):
             manifest.check(self.placement)
         except TransferFailed as error:
             return m.Failure.of(error)
-        for (kind, unit), generation in _units_of(manifest):
-            before, holder = self._claims.get((kind, unit), (0, 0))
-            if generation < before:
-                return m.transfer_failed(
-                    "PD_STALE",
-                    f"room {manifest.room:x}: {kind} {unit} is in generation {before}, the manifest names {generation}",
-                )
-            if holder in self._rooms:
-                return m.transfer_failed("PD_MANIFEST", f"room {manifest.room:x}: {kind} {unit} is still room {holder:x}'s")
-        return None
+        return self._claims.refusal(manifest, self._rooms)
 
     def _offer_reply(self, link: m.Link, stage: int, reply: m.OfferReply) -> None:
         sink = self._alive(reply.room, reply.attempt)
@@ -425,15 +416,8 @@ class SinkSession(Session):
         for room, sink in self._rooms.items():
             waits = sink.resume_by is not None
             assert sink.phase is Phase.FAILED or waits is (self._pairing is None), f"room {room:x} lives without its pairing"
-            assert all(self._claims[unit][1] == room for unit, _ in _units_of(sink.manifest)), "a unit belongs to two rooms"
+            assert self._claims.hold(sink.manifest), "a unit belongs to two rooms"
             in_flight = any(incoming.room == room for incoming in self._frames.values())
             assert sink.phase is not Phase.FAILED or in_flight or sink.awaited, f"room {room:x} should have ended"
         for incoming in self._frames.values():
             assert incoming.room in self._rooms, "a frame outlives its room"
-
-
-def _units_of(manifest: Manifest) -> Iterator[tuple[tuple[str, int], int]]:
-    """Every unit that a manifest names, and its generation."""
-    for block, generation in zip(manifest.blocks, manifest.block_gens, strict=True):
-        yield ("block", block), generation
-    yield ("slot", manifest.slot), manifest.slot_gen
