@@ -179,8 +179,10 @@ class Soak:
         finally:
             del self._bells[room]
         self.outcomes[fault, outcome] += 1
-        p_pool.give_back(table, p_slot)
-        d_pool.give_back(blocks, slot)
+        if not any(map(self._gone, stages)):  # memory of an engine that is lost goes with it
+            p_pool.give_back(table, p_slot)
+        if not self._gone(decode):
+            d_pool.give_back(blocks, slot)
         self._freed.set()
 
     async def _take(self, pool: Pool, count: int) -> tuple[list[BlockId], SlotId]:
@@ -275,16 +277,21 @@ class Soak:
                 group.create_task(self.request(fault, stop if number == 0 else ""))
             if fault in AGENT_FAULTS:
                 await self._strike(fault, stage, side)
-        if fault == "kill P":
+        await self._revive()
+
+    async def _revive(self) -> None:
+        """Start lost engines again, as the supervisor does; also one whose scheduler has lost a stopped agent's stream."""
+        if any(map(self._gone, self._p)):
             for it in self._p:
                 await self._end(it)
             await self._start_prefill()
-            await asyncio.gather(*map(self._pair, self._d))
-        elif fault == "kill D":
-            await self._end(self._d[side])
-            await self._start_decode(side)
-        else:
-            await self._linked()
+            await asyncio.gather(*(self._pair(it) for it in self._d if not self._gone(it)))
+        for replica, it in enumerate(self._d):
+            if self._gone(it):
+                await self._end(it)
+                await self._start_decode(replica)
+        for it in self._d:
+            await it.until_counters(lambda counters: counters["links"] == len(self._p))
 
     async def _strike(self, fault: str, stage: AgentProcess, replica: int) -> None:
         """In the middle of a frame: it was granted and is held back."""
@@ -295,23 +302,17 @@ class Soak:
         else:
             victim.process.send_signal(signal.SIGSTOP)
             try:
-                await self._all_linked(False, but=victim)
+                await self._until_missed(victim)
             finally:
                 victim.process.send_signal(signal.SIGCONT)
 
-    async def _all_linked(self, wanted: bool, but: AgentProcess | None = None) -> None:
-        """Until the victim's peers have lost it, or everyone is linked."""
-        for it in self._d:
-            if it is not but and not self._gone(it):
-                links = len(self._p) if wanted else 0
-                if wanted or but in self._p:
-                    await it.until_counters(lambda counters, links=links: counters["links"] == links)
-        if but in self._d:
-            for stage in self._p:
-                await stage.until_counters(lambda counters: counters["links"] < self._replicas)
-
-    async def _linked(self) -> None:
-        await self._all_linked(True)
+    async def _until_missed(self, victim: AgentProcess) -> None:
+        """Its peers have given it up."""
+        peers = self._d if victim in self._p else self._p
+        links = 0 if victim in self._p else self._replicas - 1
+        for it in peers:
+            if not self._gone(it):
+                await it.until_counters(lambda counters: counters["links"] <= links)
 
     async def _end(self, it: AgentProcess) -> None:
         if it.process.returncode is None:
