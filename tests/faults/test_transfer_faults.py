@@ -108,7 +108,7 @@ async def test_a_dead_prefill_agent_fails_the_room_everywhere_and_its_next_life_
 @pytest.mark.parametrize("victim", ["P", "D"])
 async def test_a_stopped_agent_is_named_by_its_peers_after_two_heartbeats(tmp_path: Path, victim: str):
     """UCX reports nothing of a process that does not run; the link's silence does. When it runs again it is paired again."""
-    async with mesh(tmp_path, damage="hold", beat=0.2) as made:
+    async with mesh(tmp_path, damage="hold", beat=1.0) as made:
         decode, stage = made.replicas[0], made.stages[0]
         await start(made, decode, 1)
         await until_held(made)
