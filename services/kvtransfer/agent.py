@@ -3,9 +3,10 @@
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from k3mesh.errors import ConfigError, Internal, MeshError
@@ -57,33 +58,40 @@ class Place:
 
 
 class Copier:
-    """Memory work of the session, on one thread beside the loop: a frame takes a fraction of a millisecond."""
+    """Memory work of the session, on one thread beside the loop, in order. What comes of it is posted as an event."""
 
-    def __init__(self, pools: PoolPort, staging: Staging):
-        self._pools, self._staging = pools, staging
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copier")
+    def __init__(self, pools: PoolPort, staging: Staging, post: Callable[[Any], None], failed: Callable[[Any, Exception], None]):
+        self._pools, self._staging, self._post, self._failed = pools, staging, post, failed
+        self._loop = asyncio.get_running_loop()
+        self._effects: SimpleQueue[Gather | Verify | Scatter | None] = SimpleQueue()
+        Thread(target=self._run, name="copier", daemon=True).start()
 
-    async def gather(self, effect: Gather) -> Gathered:
-        return Gathered(effect.frame, await self._do(self._gather, effect))
-
-    async def verify(self, effect: Verify) -> Verified:
-        frame = self._staging.frame(effect.frame, effect.length)
-        return Verified(effect.frame, await self._do(checksum, frame) == effect.checksum)
-
-    async def scatter(self, effect: Scatter) -> Scattered:
-        await self._do(self._pools.scatter, self._staging.frame(effect.frame), effect.units)
-        return Scattered(effect.frame)
+    def do(self, effect: Gather | Verify | Scatter) -> None:
+        self._effects.put(effect)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False)
+        self._effects.put(None)
 
-    def _gather(self, effect: Gather) -> int:
-        frame = self._staging.frame(effect.frame, effect.length)
-        self._pools.gather(effect.units, frame)
-        return checksum(frame)
+    def _run(self) -> None:
+        while (effect := self._effects.get()) is not None:
+            try:
+                then, *outcome = self._post, self._perform(effect)
+            except Exception as error:
+                then, *outcome = self._failed, effect, error
+            try:
+                self._loop.call_soon_threadsafe(then, *outcome)
+            except RuntimeError:
+                return  # the loop is closed
 
-    def _do(self, work: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+    def _perform(self, effect: Gather | Verify | Scatter) -> Gathered | Verified | Scattered:
+        match effect:
+            case Gather(frame, units, length):
+                return Gathered(frame, self._pools.gather(units, self._staging.frame(frame, length)))
+            case Verify(frame, length, expected):
+                return Verified(frame, checksum(self._staging.frame(frame, length)) == expected)
+            case Scatter(frame, units):
+                self._pools.scatter(self._staging.frame(frame), units)
+                return Scattered(frame)
 
 
 class Agent:
@@ -192,9 +200,8 @@ class Agent:
         shell.on(CloseLink, peers.cut)
         shell.on(Send, peers.send)
         shell.on(Receive, peers.receive)
-        shell.on(Gather, copier.gather)
-        shell.on(Verify, copier.verify)
-        shell.on(Scatter, copier.scatter)
+        for kind in (Gather, Verify, Scatter):
+            shell.on(kind, copier.do)
 
     def _check(self, placement: Placement) -> None:
         wanted = (self._place.engine_id, self._place.role, self._place.rank)

@@ -23,7 +23,7 @@ MLOCK_ONFAULT = 1  # of <sys/mman.h>
 class PoolPort(Protocol):
     """Who can reach the pools: here the agent itself; on a GPU it may be the worker's side stream."""
 
-    def gather(self, units: Sequence[Units], frame: Bytes) -> None: ...
+    def gather(self, units: Sequence[Units], frame: Bytes) -> int: ...
     def scatter(self, frame: Bytes, units: Sequence[Units]) -> None: ...
 
 
@@ -42,15 +42,18 @@ class SharedPools:
             view = np.lib.stride_tricks.as_strided(memory[field.offset :], shape, strides, writeable=memory.flags.writeable)
             self._fields.append(view)
 
-    def gather(self, units: Sequence[Units], frame: Bytes) -> None:
-        """Copy `units` to the start of `frame`."""
+    def gather(self, units: Sequence[Units], frame: Bytes) -> int:
+        """Copy `units` to the start of `frame` -> the checksum of what was copied, summed up while it is in the cache."""
         at = 0
+        summed = xxhash.xxh3_64()
         for run in units:
             field = self._fields[run.field]
             for unit in run.ids:
                 end = at + field.shape[1]
                 frame[at:end] = field[unit]
+                summed.update(frame[at:end].data)
                 at = end
+        return summed.intdigest()
 
     def scatter(self, frame: Bytes, units: Sequence[Units]) -> None:
         """Copy `frame` from its start to `units`."""

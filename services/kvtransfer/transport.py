@@ -42,20 +42,25 @@ class TransportError(Exception):
         self.peer_gone = peer_gone
 
 
+def start_ucx() -> Any:
+    """The module ucxx, with this process's one context and worker in it, in the profile above."""
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    import ucxx  # reads the environment when it is imported
+    import ucxx.core
+
+    ucxx.init(progress_mode="thread", enable_python_future=True)
+    worker: Any = ucxx.core._get_ctx().worker
+    worker.stop_progress_thread()
+    worker.start_progress_thread(polling_mode=False, epoll_timeout=WAKE_MS)
+    return ucxx
+
+
 class Transport:
     """One UCX worker, for the whole life of the process. `address` is what a peer needs to reach it."""
 
     def __init__(self) -> None:
-        for key, value in ENVIRONMENT.items():
-            os.environ.setdefault(key, value)
-        import ucxx  # reads the environment when it is imported
-        import ucxx.core
-
-        self._ucxx: Any = ucxx
-        ucxx.init(progress_mode="thread", enable_python_future=True)
-        worker: Any = ucxx.core._get_ctx().worker
-        worker.stop_progress_thread()
-        worker.start_progress_thread(polling_mode=False, epoll_timeout=WAKE_MS)
+        self._ucxx = ucxx = start_ucx()
         self.address = bytes(ucxx.get_worker_address())
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -229,6 +229,11 @@ def _full_attn_layers(text: str | None, layers: int) -> list[int]:
     return numbers
 
 
+def k3_config() -> dict[str, Any]:
+    """config.json of K3 itself."""
+    return released_config(Plan(K3, _full_attn_layers(None, K3["num_hidden_layers"]), seed=0, tokenizer=False, max_shard_bytes=0))
+
+
 def released_config(plan: Plan) -> dict[str, Any]:
     """config.json in the released form: the text model's keys under text_config."""
     dimensions = dict(plan.dimensions)

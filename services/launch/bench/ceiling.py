@@ -1,0 +1,75 @@
+"""The two processes of services.kvtransfer.ceiling, raw UCXX with the agents' settings, and what they measure."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from k3mesh.errors import MeshError
+from services.launch.bench.samples import Sample, cpu_seconds
+from services.launch.child import ROOT
+
+DEADLINE_S = 120.0
+
+
+class Ceiling:
+    """A sender and a receiver. `transfer` moves bytes from one to the other."""
+
+    def __init__(self, sender: asyncio.subprocess.Process, receiver: asyncio.subprocess.Process, frame_bytes: int):
+        self._both = (receiver, sender)
+        self._frame_bytes = frame_bytes
+
+    @classmethod
+    @asynccontextmanager
+    async def run(cls, frame_bytes: int, window: int) -> AsyncIterator["Ceiling"]:
+        async with AsyncExitStack() as stack:
+            both = [await stack.enter_async_context(_process(role, frame_bytes, window)) for role in ("send", "receive")]
+            addresses = [await _hear(process) for process in both]
+            for process, peer in zip(both, reversed(addresses), strict=True):
+                _say(process, peer)
+            yield cls(*both, frame_bytes)
+
+    async def transfer(self, size: int) -> Sample:
+        """At least `size` bytes, in whole frames."""
+        frames = -(-size // self._frame_bytes)
+        cpu = self._cpu_seconds()
+        for process in self._both:
+            _say(process, str(frames))
+        seconds = [float(await _hear(process)) for process in self._both][0]
+        return Sample(seconds, frames * self._frame_bytes, self._cpu_seconds() - cpu)
+
+    def _cpu_seconds(self) -> float:
+        return sum(cpu_seconds(process.pid) for process in self._both)
+
+
+@asynccontextmanager
+async def _process(role: str, frame_bytes: int, window: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.kvtransfer.ceiling", role, str(frame_bytes), str(window),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=ROOT, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def _say(process: asyncio.subprocess.Process, line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(f"{line}\n".encode())
+
+
+async def _hear(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            line = await process.stdout.readline()
+    except TimeoutError:
+        raise MeshError(f"raw UCXX, which the ceiling is measured with, did not answer within {DEADLINE_S:g} s") from None
+    if not line:
+        raise MeshError("raw UCXX, which the ceiling is measured with, ended; the lines above say why")
+    return line.decode().strip()

@@ -1,0 +1,178 @@
+"""A prefill rank and a decode rank of K3 as far as a transfer needs them: pools, agents, and both ends that drive those."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import torch
+
+from k3mesh.errors import MeshError
+from k3mesh.v1 import transfer_pb2, transfer_pb2_grpc
+from services.contracts.geometry import PAGED, Geometry, blocks_for
+from services.contracts.model import parse_model_config
+from services.contracts.placement import Placement, place
+from services.contracts.topology import Topology
+from services.launch.bench.samples import Sample, cpu_seconds
+from services.launch.child import Child
+from services.launch.engine import AGENT, python_spec
+from services.launch.make_checkpoint import k3_config
+from services.launch.ports import free_ports
+from services.launch.state import StateDir
+from services.runtime import channels
+from services.worker.cache.export import AgentLink
+from services.worker.cache.pools import Pools, allocate
+from services.worker.wire import ChunkStarted, FieldsReady, HandoffReady, LocalRow
+
+TP_SIZE, DRAFT_LAYERS, VERIFY_WIDTH = 8, 5, 8  # the deployment's: DSpark with seven proposals
+DEADLINE_S = 120.0  # for any single thing that is waited for
+EPOCHS = {"prefill": 1, "decode": 2}
+
+
+def k3_placement(role: str, tokens: int) -> Placement:
+    """The record of a rank that holds all of K3's layers, with room for one request of `tokens`."""
+    model = parse_model_config(k3_config(), "K3")
+    layers = model.num_hidden_layers
+    topology = Topology(role, 1, 1, TP_SIZE, TP_SIZE, layers, (layers,))
+    return place(
+        Geometry(model, topology, "bfloat16", DRAFT_LAYERS), topology.place_of(0), engine_id=f"{role}-0",
+        engine_epoch=EPOCHS[role], model_fingerprint="k3", draft_fingerprint="dspark", num_blocks=blocks_for(tokens) + 1,
+        num_slots=2, verify_width=VERIFY_WIDTH, speculative_algorithm="DSPARK",
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank: its pools, its agent's process, the worker's line to that agent, and the scheduler's."""
+
+    placement: Placement
+    pools: Pools
+    agent: Child
+    worker: AgentLink
+    drive: Any  # of TransferControl
+    address: str  # where peers of the agent link to
+
+    @classmethod
+    @asynccontextmanager
+    async def run(cls, state: StateDir, placement: Placement, frame_bytes: int, frames: int) -> AsyncIterator["Rank"]:
+        role = placement.role
+        listen, path = f"127.0.0.1:{free_ports(1)[0]}", str(state.run / f"{role}.sock")
+        flags = [
+            *("--model", "k3", "--disaggregation-mode", role, "--attn-tp-size", str(TP_SIZE)),
+            *("--rank", "0", "--listen", listen, "--agent-socket", path),
+            *("--transfer-frame-bytes", str(frame_bytes), "--transfer-frames", str(frames)),
+        ]
+        async with AsyncExitStack() as stack:
+            pools = allocate(placement)
+            stack.callback(pools.close)
+            agent = Child(python_spec(f"{role}-agent", "services.kvtransfer.main", flags, AGENT), state)
+            stack.push_async_callback(agent.stop)
+            await agent.start()
+            worker = await AgentLink.open(path, pools, DEADLINE_S)
+            stack.callback(worker.close)
+            channel = await stack.enter_async_context(channels.open_channel(listen))
+            drive: Any = transfer_pb2_grpc.TransferControlStub(channel).Drive(wait_for_ready=True)
+            stack.callback(drive.cancel)
+            rank = cls(placement, pools, agent, worker, drive, listen)
+            await rank.command(introduce=transfer_pb2.IntroduceAgent(scheduler="bench"))
+            await rank.until("hello")
+            yield rank
+
+    async def command(self, **command: Any) -> None:
+        await self.drive.write(transfer_pb2.AgentCommand(fence=1, **command))
+
+    async def until(self, kind: str) -> Any:
+        """The agent's next report, which is to be of this kind. MeshError if it is not, or if there is none."""
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                report = await self.drive.read()
+        except TimeoutError:
+            raise MeshError(f"{self.placement.name}: its agent reported no {kind} within {DEADLINE_S:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise channels.translate(error, f"the agent of {self.placement.name}") from error
+        if report is grpc.aio.EOF or report.WhichOneof("report") != kind:
+            raise MeshError(f"{self.placement.name}: its agent reported {report} where {kind} was due; its log is in the state")
+        return getattr(report, kind)
+
+    def cpu_seconds(self) -> float:
+        assert self.agent.pid is not None
+        return cpu_seconds(self.agent.pid)
+
+    def field(self, index: int) -> torch.Tensor:
+        """uint8 [units, payload] of a field of the record."""
+        field = self.placement.fields[index]
+        views: dict[int, torch.Tensor] = getattr(self.pools.caches, self.placement.arenas[field.arena_id].name)
+        return views[field.layer].flatten(1).view(torch.uint8)
+
+
+class Pair:
+    """Two ranks, linked. `transfer` hands requests over, one at a time."""
+
+    def __init__(self, prefill: Rank, decode: Rank):
+        self.prefill, self.decode = prefill, decode
+        self._random = random.Random(1)
+        self._rooms = 0
+        self._fill()
+
+    @classmethod
+    @asynccontextmanager
+    async def run(cls, state: StateDir, tokens: int, frame_bytes: int, frames: int) -> AsyncIterator["Pair"]:
+        async with AsyncExitStack() as stack:
+            prefill, decode = [
+                await stack.enter_async_context(Rank.run(state, k3_placement(role, tokens), frame_bytes, frames))
+                for role in ("prefill", "decode")
+            ]
+            wanted = transfer_pb2.PairWith(engine_id="prefill-0", engine_epoch=EPOCHS["prefill"], agents=[prefill.address])
+            await decode.command(pair=wanted)
+            await decode.until("paired")
+            yield cls(prefill, decode)
+
+    async def transfer(self, tokens: int) -> Sample:
+        """Hand one request over, of a length that the pools hold. MeshError if a byte is not where it belongs afterwards."""
+        self._rooms += 1
+        room, count = self._rooms, blocks_for(tokens)
+        table, blocks = (self._random.sample(range(1, rank.placement.num_blocks), count) for rank in (self.prefill, self.decode))
+        manifest = transfer_pb2.Manifest(
+            request_id=f"bench-{room}", room=room, attempt=1, decode_epoch=EPOCHS["decode"], prompt_tokens=tokens,
+            blocks=blocks, block_gens=[1] * count, slot=1, slot_gen=1, timeout_ms=int(DEADLINE_S * 1000),
+        )  # fmt: skip
+        await self.decode.command(expect=manifest)
+        await self.prefill.until("ready")
+        worker, steps = self.prefill.worker, len(self.prefill.placement.producer_steps)
+        cpu, began = self._cpu_seconds(), time.perf_counter()
+        worker.post(ChunkStarted(room, (LocalRow(room, 0, tokens, True, 1, tuple(table)),)))
+        worker.post(FieldsReady(room, 0, steps))
+        worker.post(HandoffReady(room, 1, (1,) * VERIFY_WIDTH, 0))
+        ready = await self.decode.until("rank_ready")
+        seconds = time.perf_counter() - began
+        sample = Sample(seconds, ready.bytes, self._cpu_seconds() - cpu)
+        await self.prefill.until("released")
+        await asyncio.to_thread(self._compare, table, blocks)
+        return sample
+
+    def _cpu_seconds(self) -> float:
+        return self.prefill.cpu_seconds() + self.decode.cpu_seconds()
+
+    def _fill(self) -> None:
+        """Give every unit of P other bytes, and take D's memory, so that no clock runs while pages are first touched."""
+        payload = torch.from_numpy(np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8))
+        for index, field in enumerate(self.prefill.placement.fields):
+            source = self.prefill.field(index)
+            source[:] = payload[: field.payload]
+            source[:, :8] = (torch.arange(len(source)) << 16 | index).view(-1, 1).view(torch.uint8)
+            self.decode.field(index).fill_(0xFF)
+
+    def _compare(self, table: list[int], blocks: list[int]) -> None:
+        for index, field in enumerate(self.prefill.placement.fields):
+            here, there = (table, blocks) if field.kind == PAGED else ([1], [1])
+            source, target = self.prefill.field(index), self.decode.field(index)
+            for unit, other in zip(here, there, strict=True):
+                if not torch.equal(source[unit], target[other]):
+                    raise MeshError(f"field {field.field_id}: block {other} of the decode rank is not block {unit} of the prefill rank")
+                target[other] = 0xFF
+
