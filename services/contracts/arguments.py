@@ -231,9 +231,9 @@ class AgentArguments(EngineArguments):
     listen: Address = Field(description="HOST:PORT of TransferControl and TransferPeer")
     agent_socket: str = Field(description="Unix socket that the worker connects to")
     transfer_frame_bytes: int = Field(
-        default=0, ge=0, description="bytes of one staging frame, the same on P and D; 0: 1 MiB over TCP, 64 MiB over NVLink"
+        default=0, ge=0, description="bytes of one staging frame, the same on P and D; 0: 8 MiB over TCP, 64 MiB over NVLink"
     )
-    transfer_frames: int = Field(default=16, ge=1, description="staging frames, which bound the agent's memory")
+    transfer_frames: int = Field(default=12, ge=1, description="staging frames, which bound the agent's memory")
 
     @model_validator(mode="after")
     def _rank(self) -> Self:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
@@ -14,7 +14,7 @@ from k3mesh.v1 import transfer_pb2_grpc
 from services.contracts.placement import Placement
 from services.kvtransfer import wire
 from services.kvtransfer.control import Control
-from services.kvtransfer.frames import PoolPort, SharedPools, Staging, check_frame_bytes, checksum
+from services.kvtransfer.frames import CacheMemory, HostMemory, check_frame_bytes
 from services.kvtransfer.local import WorkerSocket
 from services.kvtransfer.messages import (
     CloseLink,
@@ -60,8 +60,8 @@ class Place:
 class Copier:
     """Memory work of the session, on one thread beside the loop, in order. What comes of it is posted as an event."""
 
-    def __init__(self, pools: PoolPort, staging: Staging, post: Callable[[Any], None], failed: Callable[[Any, Exception], None]):
-        self._pools, self._staging, self._post, self._failed = pools, staging, post, failed
+    def __init__(self, memory: CacheMemory, post: Callable[[Any], None], failed: Callable[[Any, Exception], None]):
+        self._memory, self._post, self._failed = memory, post, failed
         self._loop = asyncio.get_running_loop()
         self._effects: SimpleQueue[Gather | Verify | Scatter | None] = SimpleQueue()
         Thread(target=self._run, name="copier", daemon=True).start()
@@ -75,22 +75,24 @@ class Copier:
     def _run(self) -> None:
         while (effect := self._effects.get()) is not None:
             try:
-                then, *outcome = self._post, self._perform(effect)
+                event = self._perform(effect)
             except Exception as error:
-                then, *outcome = self._failed, effect, error
-            try:
-                self._loop.call_soon_threadsafe(then, *outcome)
-            except RuntimeError:
-                return  # the loop is closed
+                self._tell(self._failed, effect, error)
+            else:
+                self._tell(self._post, event)
+
+    def _tell(self, method: Callable[..., None], *what: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the agent has ended
+            self._loop.call_soon_threadsafe(method, *what)
 
     def _perform(self, effect: Gather | Verify | Scatter) -> Gathered | Verified | Scattered:
         match effect:
-            case Gather(frame, units, length):
-                return Gathered(frame, self._pools.gather(units, self._staging.frame(frame, length)))
-            case Verify(frame, length, expected):
-                return Verified(frame, checksum(self._staging.frame(frame, length)) == expected)
+            case Gather(frame, units):
+                return Gathered(frame, self._memory.gather(frame, units))
+            case Verify(frame, length, checksum):
+                return Verified(frame, self._memory.verify(frame, length, checksum))
             case Scatter(frame, units):
-                self._pools.scatter(self._staging.frame(frame), units)
+                self._memory.scatter(frame, units)
                 return Scattered(frame)
 
 
@@ -116,7 +118,11 @@ class Agent:
                 return
             placement, arenas = meeting.result()
             self._check(placement)
-            await self._serve(process, stack, worker, transport, placement, SharedPools(placement, arenas))
+            limits = self._limits
+            memory = HostMemory(placement, arenas, limits.frames, limits.frame_bytes)
+            size = dict(frames=limits.frames, frame_bytes=limits.frame_bytes, bytes=limits.staging_bytes)
+            log.info("staging", **size, pinned=memory.pinned)
+            await self._serve(process, stack, worker, transport, placement, memory)
 
     async def _serve(
         self,
@@ -125,24 +131,19 @@ class Agent:
         worker: WorkerSocket,
         transport: Transport,
         placement: Placement,
-        pools: PoolPort,
+        memory: CacheMemory,
     ) -> None:
         limits = self._limits
         session = (SourceSession if placement.role == "prefill" else SinkSession)(placement, limits)
         shell = Shell(session)
-        staging = Staging(limits.frames, limits.frame_bytes)
-        log.info(
-            "staging", frames=limits.frames, frame_bytes=limits.frame_bytes, bytes=limits.staging_bytes, pinned=staging.pinned
-        )
-        copier = Copier(pools, staging)
-        stack.callback(copier.close)
-        peers = Peers(placement, self._limits, transport, staging, shell.post)
+        peers = Peers(placement, limits, transport, memory, shell.post)
 
         def counts() -> tuple[dict[str, int], dict[str, int]]:
             return {**session.counters(), "tasks": shell.tasks, "transfers": transport.tasks}, session.totals
 
         control = Control(placement, self._limits.staging_bytes, shell.post, counts)
-        self._wire(shell, copier, peers, control)
+        copier = self._wire(shell, memory, peers, control)
+        stack.callback(copier.close)
         server = RpcServer(
             self._place.listen,
             [
@@ -181,7 +182,7 @@ class Agent:
             await control.end(error)
             raise error from None
 
-    def _wire(self, shell: Shell, copier: Copier, peers: Peers, control: Control) -> None:
+    def _wire(self, shell: Shell, memory: CacheMemory, peers: Peers, control: Control) -> Copier:
         def deliver(effect: ToScheduler) -> None:
             if isinstance(effect.report, RoomFailed):
                 failure = effect.report.failure
@@ -200,8 +201,10 @@ class Agent:
         shell.on(CloseLink, peers.cut)
         shell.on(Send, peers.send)
         shell.on(Receive, peers.receive)
+        copier = Copier(memory, shell.post, defect)
         for kind in (Gather, Verify, Scatter):
             shell.on(kind, copier.do)
+        return copier
 
     def _check(self, placement: Placement) -> None:
         wanted = (self._place.engine_id, self._place.role, self._place.rank)

@@ -1,47 +1,58 @@
 """The ceiling that a transfer is measured against: raw UCXX between two processes, with the agents' settings, and nothing else.
 
-`python -m services.kvtransfer.ceiling send|receive FRAME_BYTES WINDOW`. Each prints its UCX address and reads its peer's; then,
-for each line `N` on their standard input, N frames go from one to the other, WINDOW of them in flight, each lane with a
-buffer of its own, and each prints the seconds that it took.
+Two of these processes, `--role send` and `--role receive`, each print their UCX address and read the other's. Then, for each
+line `N` on their standard input, N frames go from one to the other, as many in flight as an agent's window, each lane with a
+buffer of its own, and each prints the seconds that it took. The end of standard input ends them.
 """
 
 import asyncio
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import uvloop
+from pydantic import Field
 
+from services.contracts.flags import FlagSet
+from services.kvtransfer.session import Limits
 from services.kvtransfer.transport import start_ucx
+from services.runtime.process import Process, run
 
 GO_TAG, FIRST_TAG = 1, 1 << 32
 
 
-async def main(role: str, frame_bytes: int, window: int) -> None:
+class CeilingArguments(FlagSet):
+    """services.kvtransfer.ceiling."""
+
+    role: Literal["send", "receive"] = Field(description="which end this is")
+    frame_bytes: int = Field(ge=1, description="bytes of one frame")
+
+
+async def main(process: Process, arguments: CeilingArguments) -> None:
     ucxx = start_ucx()
     _say(bytes(ucxx.get_worker_address()).hex())
     peer = ucxx.get_ucx_address_from_buffer(bytes.fromhex(await _hear()))
     endpoint: Any = await ucxx.create_endpoint_from_worker_address(peer)
-    transfer = endpoint.recv if role == "receive" else endpoint.send
-    lanes = np.ones((window, frame_bytes), np.uint8)
+    window = Limits().window
+    lanes = np.ones((window, arguments.frame_bytes), np.uint8)
+    transfer = endpoint.recv if arguments.role == "receive" else endpoint.send
 
-    async def run(lane: int, frames: int) -> None:
+    async def run_lane(lane: int, frames: int) -> None:
         for number in range(lane, frames, window):
             await transfer(lanes[lane], tag=ucxx.types.Tag(FIRST_TAG + number), force_tag=True)
 
     go = np.zeros(1, np.uint8)
     while line := await _hear():
+        running = [run_lane(lane, int(line)) for lane in range(window)]
         began = time.perf_counter()
-        if role == "receive":
-            posted = [asyncio.ensure_future(run(lane, int(line))) for lane in range(window)]
-            await asyncio.sleep(0)  # into their first receives
-            began = time.perf_counter()
+        if arguments.role == "receive":
+            received = asyncio.gather(*running)
+            await asyncio.sleep(0)  # every lane has posted its first receive
             await endpoint.send(go, tag=ucxx.types.Tag(GO_TAG), force_tag=True)
-            await asyncio.gather(*posted)
+            await received
         else:
             await endpoint.recv(go, tag=ucxx.types.Tag(GO_TAG), force_tag=True)
-            await asyncio.gather(*(run(lane, int(line)) for lane in range(window)))
+            await asyncio.gather(*running)
         _say(str(time.perf_counter() - began))
 
 
@@ -54,4 +65,4 @@ async def _hear() -> str:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    run("ceiling", main, CeilingArguments)

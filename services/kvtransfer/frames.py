@@ -1,4 +1,4 @@
-"""Gather, scatter and sum: cache units between a rank's pools and staging frames (pure over buffers).
+"""Gather, verify and scatter: cache units between a rank's pools and staging frames (pure over buffers).
 
 A frame holds whole units one after the other, so the extents of its message say all about its bytes.
 """
@@ -20,17 +20,36 @@ Bytes = npt.NDArray[np.uint8]
 MLOCK_ONFAULT = 1  # of <sys/mman.h>
 
 
-class PoolPort(Protocol):
-    """Who can reach the pools: here the agent itself; on a GPU it may be the worker's side stream."""
+class CacheMemory(Protocol):
+    """A rank's pools and the agent's staging frames. The session knows units and frames by number; this knows where they are.
 
-    def gather(self, units: Sequence[Units], frame: Bytes) -> int: ...
-    def scatter(self, frame: Bytes, units: Sequence[Units]) -> None: ...
+    Only `frame` is called on the loop; the others are the copier's, one at a time.
+    """
+
+    def frame(self, index: int, length: int) -> Any:
+        """A frame's first `length` bytes, as the transport takes them."""
+        ...
+
+    def gather(self, index: int, units: Sequence[Units]) -> int:
+        """Copy `units` to the start of a frame -> the checksum of what was copied."""
+        ...
+
+    def verify(self, index: int, length: int, checksum: int) -> bool:
+        """Whether a frame's first `length` bytes have this checksum."""
+        ...
+
+    def scatter(self, index: int, units: Sequence[Units]) -> None:
+        """Copy a frame from its start to `units`."""
+        ...
 
 
-class SharedPools:
-    """The worker's arenas, mapped; uint8 views of every unit of every field."""
+class HostMemory:
+    """CacheMemory of a CPU: the worker's arenas, mapped here, and a ring of this process's own.
 
-    def __init__(self, placement: Placement, arenas: Sequence[Any]):
+    Frames become resident as they are first used; if `pinned`, they stay so.
+    """
+
+    def __init__(self, placement: Placement, arenas: Sequence[Any], frames: int, frame_bytes: int):
         """`arenas`: one buffer for each arena of the record, at least as long as it says."""
         buffers = {
             arena.arena_id: np.frombuffer(buffer, np.uint8) for arena, buffer in zip(placement.arenas, arenas, strict=True)
@@ -41,23 +60,30 @@ class SharedPools:
             memory = buffers[field.arena_id]
             view = np.lib.stride_tricks.as_strided(memory[field.offset :], shape, strides, writeable=memory.flags.writeable)
             self._fields.append(view)
+        staging = mmap.mmap(-1, frames * frame_bytes)
+        self.pinned = _pin(staging)
+        self._frames: Bytes = np.frombuffer(staging, np.uint8).reshape(frames, frame_bytes)
 
-    def gather(self, units: Sequence[Units], frame: Bytes) -> int:
-        """Copy `units` to the start of `frame` -> the checksum of what was copied, summed up while it is in the cache."""
-        at = 0
+    def frame(self, index: int, length: int) -> Bytes:
+        return self._frames[index, :length]
+
+    def gather(self, index: int, units: Sequence[Units]) -> int:
+        frame, at = self._frames[index], 0
         summed = xxhash.xxh3_64()
         for run in units:
             field = self._fields[run.field]
             for unit in run.ids:
                 end = at + field.shape[1]
                 frame[at:end] = field[unit]
-                summed.update(frame[at:end].data)
+                summed.update(frame[at:end].data)  # now, while it is in the core's cache
                 at = end
         return summed.intdigest()
 
-    def scatter(self, frame: Bytes, units: Sequence[Units]) -> None:
-        """Copy `frame` from its start to `units`."""
-        at = 0
+    def verify(self, index: int, length: int, checksum: int) -> bool:
+        return xxhash.xxh3_64_intdigest(self.frame(index, length).data) == checksum
+
+    def scatter(self, index: int, units: Sequence[Units]) -> None:
+        frame, at = self._frames[index], 0
         for run in units:
             field = self._fields[run.field]
             for unit in run.ids:
@@ -66,30 +92,11 @@ class SharedPools:
                 at = end
 
 
-class Staging:
-    """The ring's memory: all that an agent has, however much is under way. Frames become resident as they are first used; if
-    `pinned`, they stay so."""
-
-    def __init__(self, frames: int, frame_bytes: int):
-        memory = mmap.mmap(-1, frames * frame_bytes)
-        self.pinned = _pin(memory)
-        self._frames: Bytes = np.frombuffer(memory, np.uint8).reshape(frames, frame_bytes)
-
-    def frame(self, index: int, length: int | None = None) -> Bytes:
-        """A frame's first `length` bytes, or all of it."""
-        return self._frames[index, :length]
-
-
 def _pin(memory: mmap.mmap) -> bool:
     """Lock its pages as they are touched. False where the limit on locked memory (RLIMIT_MEMLOCK) is too small."""
     address, length = ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory)
     lock = ctypes.CDLL(None).mlock2
     return lock(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(MLOCK_ONFAULT)) == 0
-
-
-def checksum(frame: Bytes) -> int:
-    """xxh3_64 of the bytes."""
-    return xxhash.xxh3_64_intdigest(frame.data)
 
 
 def check_frame_bytes(placement: Placement, frame_bytes: int) -> None:

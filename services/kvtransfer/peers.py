@@ -13,7 +13,7 @@ from typing import Any
 from k3mesh.errors import ConfigError, EngineLost, MeshError
 from k3mesh.v1 import transfer_pb2, transfer_pb2_grpc
 from services.contracts.placement import Placement, check_contract
-from services.kvtransfer.frames import Staging
+from services.kvtransfer.frames import CacheMemory
 from services.kvtransfer.link import Hello, PeerLink
 from services.kvtransfer.messages import CloseLink, Link, LinkLost, LinkUp, Receive, Received, Send, Sent, ToPeer
 from services.kvtransfer.session import Limits
@@ -36,10 +36,10 @@ class Peers:
     """All lines of this agent. The effects of its session are methods."""
 
     def __init__(
-        self, placement: Placement, limits: Limits, transport: Transport, staging: Staging, post: Callable[[Any], None]
+        self, placement: Placement, limits: Limits, transport: Transport, memory: CacheMemory, post: Callable[[Any], None]
     ):
         self.placement, self.limits, self.transport, self.post = placement, limits, transport, post
-        self._staging = staging
+        self._memory = memory
         self._numbers = count(1)
         self._lines: dict[Link, Line] = {}
         self._aborts: set[asyncio.Task[None]] = set()
@@ -95,7 +95,7 @@ class Peers:
         if line is None:
             return Sent(effect.frame, "the link is lost")
         try:
-            await line.endpoint.send(line.tags | effect.seq, self._staging.frame(effect.frame, effect.length))
+            await line.endpoint.send(line.tags | effect.seq, self._memory.frame(effect.frame, effect.length))
         except TransportError as error:
             return Sent(effect.frame, str(error), error.peer_gone)
         return Sent(effect.frame)
@@ -104,7 +104,7 @@ class Peers:
         if line is None:
             return Received(effect.frame, "the link is lost")
         try:
-            await line.endpoint.receive(line.tags | effect.seq, self._staging.frame(effect.frame, effect.length))
+            await line.endpoint.receive(line.tags | effect.seq, self._memory.frame(effect.frame, effect.length))
         except TransportError as error:
             return Received(effect.frame, str(error), error.peer_gone)
         return Received(effect.frame)

@@ -42,9 +42,9 @@ class Phase(IntEnum):
 class Limits:
     """Sizes and times of one agent. `frames * frame_bytes` is its staging memory."""
 
-    frame_bytes: int = 1 << 20
-    frames: int = 16
-    window: int = 8  # staging frames that one link may hold: W of the credits
+    frame_bytes: int = 8 << 20
+    frames: int = 12
+    window: int = 6  # staging frames that one link may hold: W of the credits
     bootstrap: float = 120.0  # seconds until every stage has accepted
     progress: float = 30.0  # seconds that a granted frame or an unanswered offer may take
     resume: float = 5.0  # seconds that a room waits for a new link

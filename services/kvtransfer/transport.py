@@ -23,7 +23,7 @@ ENVIRONMENT = {  # the TCP profile; the environment of the process goes first
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 WAKE_MS = 100
-TCP_FRAME, NVLINK_FRAME = 1 << 20, 64 << 20  # bytes that fill the way without holding up others (spec ucx §3, gpu-findings)
+TCP_FRAME, NVLINK_FRAME = 8 << 20, 64 << 20  # bytes that fill the way without holding up others (spec ucx §3, gpu-findings)
 
 
 def usual_frame_bytes() -> int:

@@ -231,7 +231,8 @@ def _full_attn_layers(text: str | None, layers: int) -> list[int]:
 
 def k3_config() -> dict[str, Any]:
     """config.json of K3 itself."""
-    return released_config(Plan(K3, _full_attn_layers(None, K3["num_hidden_layers"]), seed=0, tokenizer=False, max_shard_bytes=0))
+    full_attn_layers = _full_attn_layers(None, K3["num_hidden_layers"])
+    return released_config(Plan(K3, full_attn_layers, seed=0, tokenizer=False, max_shard_bytes=0))
 
 
 def released_config(plan: Plan) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from k3mesh.errors import ConfigError
 from services.contracts.placement import Arena, FieldPlace, Placement
-from services.kvtransfer.frames import SharedPools, Staging, check_frame_bytes, checksum
+from services.kvtransfer.frames import HostMemory, check_frame_bytes
 from services.kvtransfer.messages import Units
 from services.kvtransfer.transport import usual_frame_bytes
 from tests.lib.transfer import record
@@ -27,9 +26,9 @@ def placement(strides: tuple[int, int]) -> Placement:
     return Placement(**{**vars(base), "fields": fields, "arenas": (Arena(0, "a", 8192),), "num_slots": UNITS})
 
 
-def pools(strides: tuple[int, int], fill: int) -> tuple[bytearray, SharedPools]:
+def pools(strides: tuple[int, int], fill: int) -> tuple[bytearray, HostMemory]:
     memory = bytearray([fill]) * 8192
-    return memory, SharedPools(placement(strides), [memory])
+    return memory, HostMemory(placement(strides), [memory], 2, 4096)
 
 
 runs = st.lists(st.tuples(st.integers(0, 1), st.permutations(range(UNITS)).map(lambda ids: ids[:3])), min_size=1, max_size=3)
@@ -43,10 +42,12 @@ def test_what_is_gathered_is_scattered_with_each_side_s_own_strides_and_nothing_
     source, p = pools((128, 320), 0)
     source[:] = Random(seed).randbytes(8192)
     target, d = pools((192, 256), 0xEE)
-    frame = Staging(2, 4096).frame(1, sum((100, 256)[field] * len(ids) for field, ids in chosen))
-    p.gather([Units(field, tuple(ids)) for field, ids in chosen], frame)
+    length = sum((100, 256)[field] * len(ids) for field, ids in chosen)
+    checksum = p.gather(1, [Units(field, tuple(ids)) for field, ids in chosen])
+    d.frame(0, length)[:] = p.frame(1, length)
+    assert d.verify(0, length, checksum)
     moved = [Units(field, tuple(UNITS - 1 - unit for unit in ids)) for field, ids in chosen]
-    d.scatter(frame, moved)
+    d.scatter(0, moved)
     wanted = bytearray([0xEE]) * 8192
     for field, ids in chosen:
         size, base = (100, 256)[field], 64 + field * 4096
@@ -57,18 +58,20 @@ def test_what_is_gathered_is_scattered_with_each_side_s_own_strides_and_nothing_
 
 
 def test_a_checksum_is_xxh3_and_sees_one_bit():
-    frame = np.arange(1000, dtype=np.uint8)
-    before = checksum(frame)
-    assert checksum(np.frombuffer(b"", np.uint8)) == 0x2D06800538D394C2  # XXH3_64bits of nothing, from its specification
-    frame[500] ^= 1
-    assert checksum(frame) != before
+    _, memory = pools((128, 320), 0)
+    nothing = 0x2D06800538D394C2  # XXH3_64bits of no bytes, from its specification
+    assert memory.gather(0, []) == nothing and memory.verify(0, 0, nothing)
+    checksum = memory.gather(0, [Units(0, (1, 2)), Units(1, (0,))])
+    assert memory.verify(0, 456, checksum) and not memory.verify(0, 455, checksum)
+    memory.frame(0, 456)[300] ^= 1
+    assert not memory.verify(0, 456, checksum)
 
 
 def test_frames_of_the_ring_do_not_overlap():
-    ring = Staging(3, 64)
+    memory = HostMemory(placement((128, 320)), [bytes(8192)], 3, 64)
     for number in range(3):
-        ring.frame(number)[:] = number + 1
-    assert [set(ring.frame(number).tolist()) for number in range(3)] == [{1}, {2}, {3}]
+        memory.frame(number, 64)[:] = number + 1
+    assert [set(memory.frame(number, 64).tolist()) for number in range(3)] == [{1}, {2}, {3}]
 
 
 def test_a_frame_below_the_largest_unit_is_refused():
@@ -78,17 +81,17 @@ def test_a_frame_below_the_largest_unit_is_refused():
 
 
 def test_prefill_pools_are_only_read():
-    p = SharedPools(placement((128, 320)), [bytes(8192)])
+    p = HostMemory(placement((128, 320)), [bytes(8192)], 1, 4096)
     with pytest.raises(ValueError, match="read-only"):
-        p.scatter(np.zeros(256, np.uint8), [Units(1, (0,))])
+        p.scatter(0, [Units(1, (0,))])
 
 
 def test_staging_memory_that_is_pinned_is_locked_as_it_is_touched():
-    before, ring = _locked(), Staging(4, 1 << 20)
-    if not ring.pinned:
+    before, memory = _locked(), HostMemory(placement((128, 320)), [bytes(8192)], 4, 4 << 20)
+    if not memory.pinned:
         pytest.skip("RLIMIT_MEMLOCK is too small here")
-    ring.frame(2)[:] = 1
-    assert _locked() - before >= 1 << 20
+    memory.frame(2, 4 << 20)[:] = 1
+    assert _locked() - before >= 4 << 20
 
 
 def _locked() -> int:
@@ -96,7 +99,7 @@ def _locked() -> int:
     return int(line.split()[1]) << 10
 
 
-@pytest.mark.parametrize(("tls", "size"), [(None, 1 << 20), ("tcp,self", 1 << 20), ("cuda_copy,cuda_ipc,tcp", 64 << 20)])
+@pytest.mark.parametrize(("tls", "size"), [(None, 8 << 20), ("tcp,self", 8 << 20), ("cuda_copy,cuda_ipc,tcp", 64 << 20)])
 def test_frames_are_as_large_as_the_transport_likes(monkeypatch: pytest.MonkeyPatch, tls: str | None, size: int):
     monkeypatch.delenv("UCX_TLS", raising=False) if tls is None else monkeypatch.setenv("UCX_TLS", tls)
     assert usual_frame_bytes() == size

@@ -22,13 +22,15 @@ class Ceiling:
 
     @classmethod
     @asynccontextmanager
-    async def run(cls, frame_bytes: int, window: int) -> AsyncIterator["Ceiling"]:
+    async def run(cls, frame_bytes: int) -> AsyncIterator["Ceiling"]:
         async with AsyncExitStack() as stack:
-            both = [await stack.enter_async_context(_process(role, frame_bytes, window)) for role in ("send", "receive")]
+            sender, receiver = both = [
+                await stack.enter_async_context(_process(role, frame_bytes)) for role in ("send", "receive")
+            ]
             addresses = [await _hear(process) for process in both]
             for process, peer in zip(both, reversed(addresses), strict=True):
                 _say(process, peer)
-            yield cls(*both, frame_bytes)
+            yield cls(sender, receiver, frame_bytes)
 
     async def transfer(self, size: int) -> Sample:
         """At least `size` bytes, in whole frames."""
@@ -36,7 +38,7 @@ class Ceiling:
         cpu = self._cpu_seconds()
         for process in self._both:
             _say(process, str(frames))
-        seconds = [float(await _hear(process)) for process in self._both][0]
+        seconds, _ = [float(await _hear(process)) for process in self._both]  # the receiver's
         return Sample(seconds, frames * self._frame_bytes, self._cpu_seconds() - cpu)
 
     def _cpu_seconds(self) -> float:
@@ -44,11 +46,11 @@ class Ceiling:
 
 
 @asynccontextmanager
-async def _process(role: str, frame_bytes: int, window: int) -> AsyncIterator[asyncio.subprocess.Process]:
+async def _process(role: str, frame_bytes: int) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.kvtransfer.ceiling", role, str(frame_bytes), str(window),
+        sys.executable, "-m", "services.kvtransfer.ceiling", "--role", role, "--frame-bytes", str(frame_bytes),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=ROOT, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "K3MESH_PARENT": str(os.getpid())},
     )  # fmt: skip
     try:
         yield process

@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from k3mesh.errors import MeshError
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -18,6 +20,10 @@ class Sample:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process since its start (proc(5): utime and stime of /proc/PID/stat)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    """Processor time of a process since its start (proc(5): utime and stime of /proc/PID/stat). MeshError if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        raise MeshError(f"process {pid} ended while it was measured") from None
+    fields = stat.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -5,28 +5,29 @@ process; the prefill rank holds all 93 layers, so that one agent sends what a de
 of one length, one after the other, each clocked from the worker's last barrier (all fields are written) to the decode
 agent's report that every byte is verified and in its blocks. P's and D's blocks are in random order.
 
-The ceiling is raw UCXX: frames of the agents' size between two other processes, as many in flight and with the same UCX
-settings, from one buffer to another and nothing else. It moves the bytes of one request in turn with each request, so that
-what else the machine does meets both. Figures are medians over the rounds.
+The ceiling is raw UCXX: frames of the agents' size between two other processes, as many in flight, with the same UCX
+transport, settings and progress, from one buffer to another and nothing else (services.kvtransfer.ceiling). It moves the
+bytes of one request in turn with each request, so that what else the machine does meets both. Figures are medians.
 """
 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field
 
-from k3mesh.errors import ConfigError
+from k3mesh.errors import MeshError
 from services.contracts.arguments import AgentArguments
-from services.contracts.flags import FlagSet, Integers
+from services.contracts.flags import FlagSet, Integers, refusal
 from services.contracts.geometry import blocks_for
 from services.launch.bench.ceiling import Ceiling
 from services.launch.bench.samples import Sample
@@ -35,18 +36,19 @@ from services.launch.state import StateDir
 
 FRAME_BYTES = AgentArguments.model_fields["transfer_frame_bytes"].default
 FRAMES = AgentArguments.model_fields["transfer_frames"].default
-WINDOW = 8  # frames in flight on one link, as the agents have it
 SPARE_BYTES = 2 << 30  # left to everything but the pools
 
 
 class TransferArguments(FlagSet):
     """k3mesh bench transfer."""
 
+    aliases: ClassVar[dict[str, str]] = {"json": "as_json"}
+
     tokens: Integers = Field(default=(8192, 131072), description="prompt lengths, one case each")
     rounds: int = Field(default=8, ge=1, description="requests of each case, in turn with the ceiling")
     transfer_frame_bytes: int = Field(default=FRAME_BYTES, ge=4096, description="bytes of one frame, as of the agents")
     transfer_frames: int = Field(default=FRAMES, ge=1, description="staging frames of each agent")
-    json: bool = Field(default=False, description="print one JSON object")
+    as_json: bool = Field(default=False, description="print one JSON object")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +68,28 @@ class Case:
 
 
 def main(argv: list[str]) -> int:
-    """Return 0 when all cases are measured. ConfigError if they cannot be, MeshError if a process or a transfer failed."""
+    """Return 0 when all cases are measured. ConfigError if they cannot be; MeshError if a process or a transfer failed, and
+    only then logs stay behind."""
     arguments = TransferArguments.parse(argv, "k3mesh bench transfer")
-    if bad := [tokens for tokens in arguments.tokens if tokens < 1]:
-        raise ConfigError(f"--tokens {bad[0]}: must be at least 1; give prompt lengths", param="tokens")
-    if not arguments.tokens:
-        raise ConfigError("--tokens: is empty; give prompt lengths, separated by commas", param="tokens")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # leave through every finally
+    if not arguments.tokens or min(arguments.tokens) < 1:
+        raise refusal("tokens", arguments.tokens, "must be prompt lengths of at least 1", "give some, separated by commas")
     require_memory(max(arguments.tokens))
-    cases = asyncio.run(measure(arguments))
-    if arguments.json:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # leave by KeyboardInterrupt, through every finally
+    folder = tempfile.mkdtemp(prefix="k3mesh-bench-")
+    try:
+        cases = asyncio.run(measure(arguments, StateDir(folder)))
+    except MeshError:
+        say(f"logs are in {folder}/logs")
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
+    if arguments.as_json:
         print(json.dumps({"cases": [asdict(case) for case in cases], "load_average": os.getloadavg(), "cores": os.cpu_count()}))
     else:
-        print(table(cases))
+        print("\n".join(table(cases)))
     return 0
 
 
@@ -89,26 +99,16 @@ def require_memory(tokens: int) -> None:
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     if needed + SPARE_BYTES > available:
-        raise ConfigError(
-            f"--tokens {tokens}: the pools of both ranks take {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB of memory are "
-            f"available; give shorter prompts, or free memory",
-            param="tokens",
-        )
+        rule = f"the pools of both ranks take {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB of memory are available"
+        raise refusal("tokens", tokens, rule, "give shorter prompts, or free memory")
 
 
-async def measure(arguments: TransferArguments) -> list[Case]:
-    cases: list[Case] = []
+async def measure(arguments: TransferArguments, state: StateDir) -> list[Case]:
+    state.create()
+    say("starting two agents with their pools, and the two processes of the ceiling")
     frames = arguments.transfer_frame_bytes, arguments.transfer_frames
-    with tempfile.TemporaryDirectory(prefix="k3mesh-bench-") as folder:
-        state = StateDir(folder)
-        state.create()
-        async with AsyncExitStack() as stack:
-            say("starting two agents with their pools, and the two processes of the ceiling")
-            ceiling = await stack.enter_async_context(Ceiling.run(arguments.transfer_frame_bytes, WINDOW))
-            pair = await stack.enter_async_context(Pair.run(state, max(arguments.tokens), *frames))
-            for tokens in arguments.tokens:
-                cases.append(await measure_case(pair, ceiling, tokens, arguments))
-    return cases
+    async with Ceiling.run(frames[0]) as ceiling, Pair.run(state, max(arguments.tokens), *frames) as pair:
+        return [await measure_case(pair, ceiling, tokens, arguments) for tokens in arguments.tokens]
 
 
 async def measure_case(pair: Pair, ceiling: Ceiling, tokens: int, arguments: TransferArguments) -> Case:
@@ -138,14 +138,15 @@ def cpu_per_gb(samples: Sequence[Sample]) -> float:
     return sum(sample.cpu_seconds for sample in samples) / sum(sample.bytes for sample in samples) * 1e9
 
 
-def table(cases: Sequence[Case]) -> str:
-    lines = [f"{'case':<16}{'MB':>8}{'payload GB/s':>14}{'ceiling GB/s':>14}{'ratio':>8}{'CPU s/GB':>10}{'ceiling CPU s/GB':>18}"]
+def table(cases: Sequence[Case]) -> Iterator[str]:
+    columns = ("MB", "payload GB/s", "ceiling GB/s", "ratio", "CPU s/GB", "ceiling CPU s/GB")
+    yield f"{'case':<16}" + "".join(f"{column:>{len(column) + 3}}" for column in columns)
     for it in cases:
-        lines.append(
-            f"{it.name:<16}{it.bytes / 1e6:>8.1f}{it.payload_gb_s:>14.2f}{it.ceiling_gb_s:>14.2f}{it.ratio:>8.2f}"
-            f"{it.cpu_s_per_gb:>10.2f}{it.ceiling_cpu_s_per_gb:>18.2f}"
-        )
-    return "\n".join(lines)
+        figures = (it.bytes / 1e6, it.payload_gb_s, it.ceiling_gb_s, it.ratio, it.cpu_s_per_gb, it.ceiling_cpu_s_per_gb)
+        yield f"{it.name:<16}" + "".join(f"{n:>{len(column) + 3}.2f}" for n, column in zip(figures, columns, strict=True))
+    mib = cases[0].frame_bytes / 2**20
+    yield f"ceiling: raw UCXX, frames of {mib:g} MiB between two processes with the agents' settings, in turn with the agents"
+    yield f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}"
 
 
 def say(line: str) -> None:

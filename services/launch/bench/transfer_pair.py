@@ -14,6 +14,7 @@ import torch
 
 from k3mesh.errors import MeshError
 from k3mesh.v1 import transfer_pb2, transfer_pb2_grpc
+from services.contracts.barriers import ChunkStarted, FieldsReady, Handoff, HandoffReady, LocalRow
 from services.contracts.geometry import PAGED, Geometry, blocks_for
 from services.contracts.model import parse_model_config
 from services.contracts.placement import Placement, place
@@ -27,10 +28,11 @@ from services.launch.state import StateDir
 from services.runtime import channels
 from services.worker.cache.export import AgentLink
 from services.worker.cache.pools import Pools, allocate
-from services.worker.wire import ChunkStarted, FieldsReady, HandoffReady, LocalRow
 
 TP_SIZE, DRAFT_LAYERS, VERIFY_WIDTH = 8, 5, 8  # the deployment's: DSpark with seven proposals
 DEADLINE_S = 120.0  # for any single thing that is waited for
+END_S = 2.0  # in which a process whose connections broke is seen to have ended
+EMPTY = 0xFF  # of D's bytes before a transfer
 EPOCHS = {"prefill": 1, "decode": 2}
 
 
@@ -44,6 +46,16 @@ def k3_placement(role: str, tokens: int) -> Placement:
         engine_epoch=EPOCHS[role], model_fingerprint="k3", draft_fingerprint="dspark", num_blocks=blocks_for(tokens) + 1,
         num_slots=2, verify_width=VERIFY_WIDTH, speculative_algorithm="DSPARK",
     )  # fmt: skip
+
+
+async def cause(agent: Child, error: MeshError) -> MeshError:
+    """The end of the agent, if that is what is behind the error."""
+    try:
+        async with asyncio.timeout(END_S):
+            await agent.ended.wait()
+    except TimeoutError:
+        return error
+    return agent.failure()
 
 
 @dataclass(slots=True)
@@ -73,7 +85,10 @@ class Rank:
             agent = Child(python_spec(f"{role}-agent", "services.kvtransfer.main", flags, AGENT), state)
             stack.push_async_callback(agent.stop)
             await agent.start()
-            worker = await AgentLink.open(path, pools, DEADLINE_S)
+            try:
+                worker = await AgentLink.open(path, pools, DEADLINE_S)
+            except MeshError as error:
+                raise await cause(agent, error) from None
             stack.callback(worker.close)
             channel = await stack.enter_async_context(channels.open_channel(listen))
             drive: Any = transfer_pb2_grpc.TransferControlStub(channel).Drive(wait_for_ready=True)
@@ -94,9 +109,11 @@ class Rank:
         except TimeoutError:
             raise MeshError(f"{self.placement.name}: its agent reported no {kind} within {DEADLINE_S:g} s") from None
         except grpc.aio.AioRpcError as error:
-            raise channels.translate(error, f"the agent of {self.placement.name}") from error
-        if report is grpc.aio.EOF or report.WhichOneof("report") != kind:
-            raise MeshError(f"{self.placement.name}: its agent reported {report} where {kind} was due; its log is in the state")
+            raise await cause(self.agent, channels.translate(error, f"the agent of {self.placement.name}")) from error
+        if not isinstance(report, transfer_pb2.AgentReport):
+            raise MeshError(f"{self.placement.name}: its agent ended before it reported {kind}")
+        if report.WhichOneof("report") != kind:
+            raise MeshError(f"{self.placement.name}: its agent reported {str(report).strip()} where {kind} was due")
         return getattr(report, kind)
 
     def cpu_seconds(self) -> float:
@@ -117,7 +134,6 @@ class Pair:
         self.prefill, self.decode = prefill, decode
         self._random = random.Random(1)
         self._rooms = 0
-        self._fill()
 
     @classmethod
     @asynccontextmanager
@@ -130,16 +146,19 @@ class Pair:
             wanted = transfer_pb2.PairWith(engine_id="prefill-0", engine_epoch=EPOCHS["prefill"], agents=[prefill.address])
             await decode.command(pair=wanted)
             await decode.until("paired")
+            await asyncio.to_thread(_fill, prefill, decode)
             yield cls(prefill, decode)
 
     async def transfer(self, tokens: int) -> Sample:
         """Hand one request over, of a length that the pools hold. MeshError if a byte is not where it belongs afterwards."""
         self._rooms += 1
         room, count = self._rooms, blocks_for(tokens)
-        table, blocks = (self._random.sample(range(1, rank.placement.num_blocks), count) for rank in (self.prefill, self.decode))
+        table, blocks = (
+            self._random.sample(range(1, rank.placement.num_blocks), count) for rank in (self.prefill, self.decode)
+        )
         manifest = transfer_pb2.Manifest(
             request_id=f"bench-{room}", room=room, attempt=1, decode_epoch=EPOCHS["decode"], prompt_tokens=tokens,
-            blocks=blocks, block_gens=[1] * count, slot=1, slot_gen=1, timeout_ms=int(DEADLINE_S * 1000),
+            blocks=blocks, block_gens=[room] * count, slot=1, slot_gen=room, timeout_ms=int(DEADLINE_S * 1000),
         )  # fmt: skip
         await self.decode.command(expect=manifest)
         await self.prefill.until("ready")
@@ -147,32 +166,35 @@ class Pair:
         cpu, began = self._cpu_seconds(), time.perf_counter()
         worker.post(ChunkStarted(room, (LocalRow(room, 0, tokens, True, 1, tuple(table)),)))
         worker.post(FieldsReady(room, 0, steps))
-        worker.post(HandoffReady(room, 1, (1,) * VERIFY_WIDTH, 0))
+        worker.post(HandoffReady(room, Handoff(1, (1,) * VERIFY_WIDTH, 0)))
         ready = await self.decode.until("rank_ready")
         seconds = time.perf_counter() - began
         sample = Sample(seconds, ready.bytes, self._cpu_seconds() - cpu)
         await self.prefill.until("released")
-        await asyncio.to_thread(self._compare, table, blocks)
+        await asyncio.to_thread(_compare, self.prefill, self.decode, table, blocks)
         return sample
 
     def _cpu_seconds(self) -> float:
         return self.prefill.cpu_seconds() + self.decode.cpu_seconds()
 
-    def _fill(self) -> None:
-        """Give every unit of P other bytes, and take D's memory, so that no clock runs while pages are first touched."""
-        payload = torch.from_numpy(np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8))
-        for index, field in enumerate(self.prefill.placement.fields):
-            source = self.prefill.field(index)
-            source[:] = payload[: field.payload]
-            source[:, :8] = (torch.arange(len(source)) << 16 | index).view(-1, 1).view(torch.uint8)
-            self.decode.field(index).fill_(0xFF)
 
-    def _compare(self, table: list[int], blocks: list[int]) -> None:
-        for index, field in enumerate(self.prefill.placement.fields):
-            here, there = (table, blocks) if field.kind == PAGED else ([1], [1])
-            source, target = self.prefill.field(index), self.decode.field(index)
-            for unit, other in zip(here, there, strict=True):
-                if not torch.equal(source[unit], target[other]):
-                    raise MeshError(f"field {field.field_id}: block {other} of the decode rank is not block {unit} of the prefill rank")
-                target[other] = 0xFF
+def _fill(prefill: Rank, decode: Rank) -> None:
+    """Give every unit of P bytes of its own, and take D's memory, so that no clock runs while pages are first touched."""
+    content = torch.from_numpy(np.random.default_rng(1).integers(0, 256, prefill.placement.largest_unit, np.uint8))
+    for index, field in enumerate(prefill.placement.fields):
+        source = prefill.field(index)
+        source[:] = content[: field.payload]
+        source[:, :8] = (torch.arange(len(source)) << 16 | index).view(-1, 1).view(torch.uint8)
+        decode.field(index).fill_(EMPTY)
 
+
+def _compare(prefill: Rank, decode: Rank, table: list[int], blocks: list[int]) -> None:
+    """MeshError if a unit of D is not the one of P; empties D's again."""
+    for index, field in enumerate(prefill.placement.fields):
+        source, target = prefill.field(index), decode.field(index)
+        for unit, other in zip(table, blocks, strict=True) if field.kind == PAGED else ((1, 1),):
+            if not torch.equal(source[unit], target[other]):
+                raise MeshError(
+                    f"field {field.field_id}: unit {other} on the decode rank is not unit {unit} of the prefill rank"
+                )
+            target[other] = EMPTY
