@@ -119,6 +119,20 @@ def test_bench_speculation_refuses_before_any_process_starts(words: list[str], c
     assert result.stdout == "" and not list(folder.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["--tokens", "8192,0"], "--tokens 8192,0: must be prompt lengths of at least 1; "),
+        (["--tokens", "99999999"], "--tokens 99999999: the pools of both ranks take 6681.7 GB, "),
+        (["--rounds", "0"], "--rounds 0: must be at least 1"),
+    ],
+)
+def test_bench_transfer_refuses_before_any_process_starts(words: list[str], cause: str, folder: Path):
+    result = k3mesh("bench", "transfer", *words, TMPDIR=str(folder))
+    assert result.returncode == 2 and result.stderr.startswith(f"error: {cause}"), result.stderr
+    assert result.stdout == "" and not list(folder.iterdir())
+
+
 def test_up_without_a_redis_server_says_what_to_install(checkpoint: Path, folder: Path):
     result = k3mesh("up", "--model", str(checkpoint), "--state-dir", str(folder), PATH="/nowhere")
     assert result.returncode == 2 and result.stderr.startswith("error: redis-server: is not installed; ")

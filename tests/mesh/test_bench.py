@@ -73,3 +73,41 @@ def test_an_interrupted_bench_leaves_nothing(target: Path, folder: Path):
         run.communicate(timeout=60)
     assert run.returncode == 130
     assert_nothing_left(folder)
+
+
+def assert_no_child(of: int) -> None:
+    """No process is left that was started to die with that one."""
+    environments = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/environ") if path.exists()]
+    assert not [it for it in environments if f"K3MESH_PARENT={of}".encode() in it.split(b"\0")]
+
+
+@pytest.mark.timeout(180)
+def test_transfer_prints_one_json_object_with_payload_and_ceiling_of_each_case_and_leaves_nothing(folder: Path):
+    run = bench(folder, "transfer", "--tokens", "300,128", "--rounds", "2", "--json")
+    printed, told = run.communicate(timeout=170)
+    assert run.returncode == 0, told
+    assert printed.count("\n") == 1 and told.count("round 2 of 2") == 2
+    cases = json.loads(printed)["cases"]
+    assert [case["tokens"] for case in cases] == [300, 128]
+    for case, blocks in zip(cases, (3, 1), strict=True):
+        # of a rank at tensor-parallel size 8: 69 KDA slots, 24 target and 5 drafter MLA layers (spec cache-and-handoff §2, §12)
+        assert case["bytes"] == 56_171_520 + blocks * 128 * 33_408
+        assert case["payload_gb_s"] > 0 and case["ceiling_gb_s"] > 0 and case["cpu_s_per_gb"] > 0
+        assert case["ratio"] == pytest.approx(case["payload_gb_s"] / case["ceiling_gb_s"], abs=2e-3)
+    assert_nothing_left(folder)
+    assert_no_child(run.pid)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_transfer_bench_that_is_stopped_leaves_no_process(folder: Path, number: signal.Signals, code: int):
+    run = bench(folder, "transfer", "--tokens", "8192", "--rounds", "999")
+    assert run.stderr is not None
+    try:
+        next(line for line in run.stderr if "round 1" in line)
+    finally:
+        run.send_signal(number)
+        run.communicate(timeout=60)
+    assert run.returncode == code
+    assert_no_child(run.pid)

@@ -105,14 +105,19 @@ def require_memory(tokens: int) -> None:
 
 async def measure(arguments: TransferArguments, state: StateDir) -> list[Case]:
     state.create()
-    say("starting two agents with their pools, and the two processes of the ceiling")
-    frames = arguments.transfer_frame_bytes, arguments.transfer_frames
-    async with Ceiling.run(frames[0]) as ceiling, Pair.run(state, max(arguments.tokens), *frames) as pair:
-        return [await measure_case(pair, ceiling, tokens, arguments) for tokens in arguments.tokens]
+    async with Ceiling.run(arguments.transfer_frame_bytes) as ceiling:
+        return [await measure_case(state, ceiling, tokens, arguments) for tokens in arguments.tokens]
 
 
-async def measure_case(pair: Pair, ceiling: Ceiling, tokens: int, arguments: TransferArguments) -> Case:
-    """Agents and ceiling in turn; the first round of each is for warming up."""
+async def measure_case(state: StateDir, ceiling: Ceiling, tokens: int, arguments: TransferArguments) -> Case:
+    """Agents on pools of the case's size and ceiling, in turn. The first round is not counted: until then the agents have not
+    touched the pools, and each page costs them a fault."""
+    say(f"{tokens} tokens: starting two agents and filling their pools")
+    async with Pair.run(state, tokens, arguments.transfer_frame_bytes, arguments.transfer_frames) as pair:
+        return await run_rounds(pair, ceiling, tokens, arguments)
+
+
+async def run_rounds(pair: Pair, ceiling: Ceiling, tokens: int, arguments: TransferArguments) -> Case:
     payloads: list[Sample] = []
     ceilings: list[Sample] = []
     for number in range(arguments.rounds + 1):
