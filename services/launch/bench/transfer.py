@@ -34,7 +34,7 @@ from services.launch.bench.samples import Sample
 from services.launch.bench.transfer_pair import Pair, k3_placement
 from services.launch.state import StateDir
 
-FRAME_BYTES = AgentArguments.model_fields["transfer_frame_bytes"].default
+FRAME_BYTES = 8 << 20  # what agents take over TCP by themselves
 FRAMES = AgentArguments.model_fields["transfer_frames"].default
 SPARE_BYTES = 2 << 30  # left to everything but the pools
 
