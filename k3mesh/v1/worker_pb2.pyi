@@ -140,7 +140,7 @@ class ForgetRooms(_message.Message):
     def __init__(self, rooms: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundPlan(_message.Message):
-    __slots__ = ("round_id", "bucket", "mode", "installs", "clears", "deltas", "live")
+    __slots__ = ("round_id", "bucket", "mode", "installs", "clears", "deltas", "live", "width", "proposals", "most_proposals")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +148,9 @@ class RoundPlan(_message.Message):
     CLEARS_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    MOST_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     bucket: int
     mode: RoundMode
@@ -155,7 +158,10 @@ class RoundPlan(_message.Message):
     clears: _containers.RepeatedScalarFieldContainer[int]
     deltas: _containers.RepeatedCompositeFieldContainer[BlockDelta]
     live: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round_id: _Optional[int] = ..., bucket: _Optional[int] = ..., mode: _Optional[_Union[RoundMode, str]] = ..., installs: _Optional[_Iterable[_Union[PlaceInstall, _Mapping]]] = ..., clears: _Optional[_Iterable[int]] = ..., deltas: _Optional[_Iterable[_Union[BlockDelta, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ...) -> None: ...
+    width: int
+    proposals: int
+    most_proposals: int
+    def __init__(self, round_id: _Optional[int] = ..., bucket: _Optional[int] = ..., mode: _Optional[_Union[RoundMode, str]] = ..., installs: _Optional[_Iterable[_Union[PlaceInstall, _Mapping]]] = ..., clears: _Optional[_Iterable[int]] = ..., deltas: _Optional[_Iterable[_Union[BlockDelta, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ..., proposals: _Optional[int] = ..., most_proposals: _Optional[int] = ...) -> None: ...
 
 class PlaceInstall(_message.Message):
     __slots__ = ("place", "room", "blocks", "slot", "position", "window", "sampling")

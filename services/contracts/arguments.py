@@ -92,6 +92,9 @@ class EngineArguments(FlagSet):
     speculative_num_draft_tokens: int | None = Field(
         default=None, ge=2, description="verify width, the anchor included; a DSpark drafter's own if unset"
     )
+    speculative_adaptive: bool = Field(
+        default=True, description="narrower rounds, and no speculation, where it costs more than it brings (decode)"
+    )
 
     engine_id: str = Field(default="", description="name in Redis and in errors; prefill-0 or decode-0 if unset")
     redis_url: str = Field(default="redis://127.0.0.1:6379/0", description="Redis, redis://HOST:PORT/N or unix://PATH")

@@ -93,6 +93,13 @@ class Geometry:
         ]  # fmt: skip
 
 
+def verify_widths(verify_width: int) -> tuple[int, ...]:
+    """The widths that a decode round may have, ascending: powers of two below the full width, and that. Few, because each is a
+    shape of its own to capture; 1 is a round without speculation."""
+    powers = [1 << n for n in range(verify_width.bit_length()) if 1 << n < verify_width]
+    return (*powers, verify_width)
+
+
 def rows_ahead(verify_width: int) -> int:
     """Positions from a request's anchor on that one decode round may write: `verify_width` rows, and behind the last that
     may be accepted the drafter's block of verify_width - 1 (spec speculation §7)."""

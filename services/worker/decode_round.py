@@ -5,8 +5,9 @@ place (null block, slot 0, position 0): padding rows are copies of it, so a padd
 the model reads have fixed addresses and are filled for each round, so that a round can be captured and replayed.
 
 A round evaluates each place's window, the anchor and what was drafted behind it: verify, commit of the rows that count, then
-the drafter's own rows and the next window (spec speculation §7). Without a drafter the window is the anchor alone, and
-nothing is left to verify or to commit.
+the drafter's own rows and the next window (spec speculation §7). The plan says how wide: how many rows of a window are
+verified, and how many proposals the next one gets. At width 1 the window is the anchor alone, and nothing is left to verify or
+to commit; a drafter still writes the rows that it needs to be asked again.
 """
 
 import time
@@ -16,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from k3mesh.errors import Internal
-from services.contracts.geometry import blocks_for, rows_ahead
+from services.contracts.geometry import blocks_for, rows_ahead, verify_widths
 from services.contracts.ids import NULL_BLOCK, NULL_SLOT
 from services.worker.model.batch import ForwardBatch, cache_slots
 from services.worker.model.decoder import DecoderStage
-from services.worker.speculative.drafter import Drafter
+from services.worker.speculative.drafter import Drafter, Steps
 from services.worker.speculative.sampling import Sampling
 from services.worker.speculative.verify import accepted, choose
 from services.worker.wire import BlockDelta, Command, Mode, PlaceInstall, PlaceTokens, RoundPlan, RoundResult
@@ -31,7 +32,7 @@ WIDTHS_PAST_END = 3
 
 class DecodeReplica:
     """One rank of a decode replica with `places` sequence places of up to `max_model_len` tokens. A drafter fills windows of
-    `verify_width`; without one it is 1."""
+    up to `verify_width`; without one it is 1."""
 
     def __init__(
         self,
@@ -50,14 +51,12 @@ class DecodeReplica:
         columns = blocks_for(max_model_len + WIDTHS_PAST_END * verify_width)
         self._state = _Rows(places + 1, columns, verify_width)
         self._counts = [0] * places  # blocks in each table
+        self._windows = [0] * places  # tokens in each window
         self._sampling: list[Sampling | None] = [None] * places  # None: the place is empty
         self._buffers = _Rows(places, columns, verify_width)
-        self._lengths = torch.arange(places + 1, dtype=torch.int32) * verify_width
         self._context = torch.zeros(places, dtype=torch.int32)
-        self._row_positions = torch.zeros(places, verify_width, dtype=torch.int64)
-        self._write_slots = torch.zeros(places, verify_width, dtype=torch.int64)
         self._fresh = torch.zeros(places, dtype=torch.bool)
-        self._offsets = torch.arange(verify_width)
+        self._shapes = {width: _Shape(places, width) for width in verify_widths(verify_width)}
         self._rounds, self._tokens, self._drafted, self._accepted = 0, 0, 0, 0
 
     def counters(self) -> dict[str, int]:
@@ -89,7 +88,7 @@ class DecodeReplica:
     def _clear(self, place: int) -> None:
         self._check_place(place)
         self._state.reset(place)
-        self._counts[place] = 0
+        self._counts[place] = self._windows[place] = 0
         self._sampling[place] = None
 
     def _install(self, it: PlaceInstall) -> None:
@@ -105,6 +104,7 @@ class DecodeReplica:
         self._state.slots[it.place] = it.slot
         self._state.positions[it.place] = it.position
         self._state.windows[it.place] = torch.tensor(it.window)
+        self._windows[it.place] = self._width
         self._sampling[it.place] = it.sampling
         self._append(BlockDelta(it.place, it.blocks))
 
@@ -134,32 +134,37 @@ class DecodeReplica:
         started = time.time()
         if plan.bucket == 0:  # nobody lives on any replica: the plan only cleared places
             return RoundResult(plan.round_id, self._replica, (), started, started)
-        batch = self._fill(live, plan.bucket, plan.mode)
+        self._check_widths(plan)
+        batch = self._fill(live, plan.bucket, plan.width, plan.mode)
         capture = self._drafter.begin(len(batch.tokens), None) if self._drafter is not None else None
         hidden = self._stage.forward(batch, None, _no_barrier, capture.take if capture is not None else None)
         assert isinstance(hidden, Tensor), "decode has one stage"
         rows = torch.tensor(live, dtype=torch.long)
-        chosen = self._choose(hidden, rows, rules)
-        counts = accepted(self._state.windows[rows], chosen)
-        windows = chosen  # of one token, without a drafter
+        chosen = self._choose(hidden, rows, rules, plan.width)
+        counts = accepted(self._state.windows[rows, : plan.width], chosen)
+        windows = chosen.gather(1, counts.unsqueeze(1) - 1)  # the new anchors
+        padding = plan.bucket - len(live)
+        taken = F.pad(counts, (0, padding), value=1)
+        if batch.verify:
+            self._stage.commit(batch, taken)
         if self._drafter is not None:
             assert capture is not None
-            padding = plan.bucket - len(live)
-            taken = F.pad(counts, (0, padding), value=1)
-            self._stage.commit(batch, taken)
             following = F.pad(chosen, (0, 0, 0, padding)).flatten()
             heads = batch.cu_seqlens[:-1].long() + taken - 1
-            proposals = self._drafter.draft(batch, hidden, capture, following, heads)
-            windows = torch.cat([chosen.gather(1, counts.unsqueeze(1) - 1), proposals[: len(live)]], 1)
+            steps = Steps(plan.proposals, plan.most_proposals)
+            proposals = self._drafter.draft(batch, hidden, capture, following, heads, steps)
+            windows = torch.cat([windows, proposals[: len(live)]], 1)
         self._state.positions[rows] += counts
-        self._state.windows[rows] = windows
+        self._state.windows[rows, : windows.shape[1]] = windows
+        for place in live:
+            self._windows[place] = windows.shape[1]
         return self._result(plan, chosen.tolist(), counts.tolist(), windows.tolist(), started)
 
-    def _choose(self, hidden: Tensor, rows: Tensor, rules: list[Sampling]) -> Tensor:
+    def _choose(self, hidden: Tensor, rows: Tensor, rules: list[Sampling], width: int) -> Tensor:
         """The target's token after each row of the live places, [live, w]. Collective over TP, which has one batch."""
         if not rules:
-            return torch.zeros(0, self._width, dtype=torch.long)
-        logits = self._stage.logits(hidden[: len(rules) * self._width]).unflatten(0, (-1, self._width))
+            return torch.zeros(0, width, dtype=torch.long)
+        logits = self._stage.logits(hidden[: len(rules) * width]).unflatten(0, (-1, width))
         return choose(logits, rules, self._state.positions[rows].tolist())
 
     def _result(
@@ -167,7 +172,7 @@ class DecodeReplica:
     ) -> RoundResult:
         self._rounds += 1
         self._tokens += sum(counts)
-        self._drafted += (self._width - 1) * len(counts)
+        self._drafted += (plan.width - 1) * len(counts)
         self._accepted += sum(counts) - len(counts)
         results = tuple(
             PlaceTokens(place, tuple(tokens[:count]), tuple(window))
@@ -186,28 +191,49 @@ class DecodeReplica:
             )
         return sampling
 
-    def _fill(self, live: tuple[int, ...], bucket: int, mode: Mode) -> ForwardBatch:
+    def _check_widths(self, plan: RoundPlan) -> None:
+        short = [place for place in plan.live if self._windows[place] < plan.width]
+        known = plan.width in self._shapes and plan.proposals + 1 in self._shapes
+        if not known or short or not plan.proposals <= plan.most_proposals < self._width:
+            raise Internal(
+                f"round {plan.round_id}: width {plan.width}, then {plan.proposals} proposals, at most {plan.most_proposals}; "
+                f"replica {self._replica} has widths {list(self._shapes)}, and windows too short at places {short}"
+            )
+
+    def _fill(self, live: tuple[int, ...], bucket: int, width: int, mode: Mode) -> ForwardBatch:
         """The buffers' first `bucket` places, `width` rows each: the live ones in plan order, then padding."""
-        null = self._places
+        null, shape = self._places, self._shapes[width]
         rows = torch.tensor([*live, *[null] * (bucket - len(live))])
         self._buffers.copy_from(self._state, rows)
         tables = self._buffers.tables[:bucket]
-        positions = self._row_positions[:bucket]
-        torch.add(self._buffers.positions[:bucket].unsqueeze(1), self._offsets, out=positions)
-        self._write_slots[:bucket] = cache_slots(tables, positions)
-        self._context[:bucket] = self._buffers.positions[:bucket] + self._width
+        positions = shape.positions[:bucket]
+        torch.add(self._buffers.positions[:bucket].unsqueeze(1), shape.offsets, out=positions)
+        shape.tokens[:bucket] = self._buffers.windows[:bucket, :width]
+        shape.write_slots[:bucket] = cache_slots(tables, positions)
+        self._context[:bucket] = self._buffers.positions[:bucket] + width
         return ForwardBatch(
             mode="extend" if mode is Mode.NORMAL_EAGER else "decode",
-            tokens=self._buffers.windows[:bucket].flatten(),
+            tokens=shape.tokens[:bucket].flatten(),
             positions=positions.flatten(),
-            cu_seqlens=self._lengths[: bucket + 1],
+            cu_seqlens=shape.lengths[: bucket + 1],
             context_lens=self._context[:bucket],
             block_tables=tables,
-            write_slots=self._write_slots[:bucket].flatten(),
+            write_slots=shape.write_slots[:bucket].flatten(),
             slots=self._buffers.slots[:bucket],
             fresh=self._fresh[:bucket],
-            verify=self._width > 1,
+            verify=width > 1,
         )
+
+
+class _Shape:
+    """What a round of one width reads row by row, of n places: tokens, positions and write slots [n, w] int64."""
+
+    def __init__(self, n: int, width: int):
+        self.tokens = torch.zeros(n, width, dtype=torch.int64)
+        self.positions = torch.zeros(n, width, dtype=torch.int64)
+        self.write_slots = torch.zeros(n, width, dtype=torch.int64)
+        self.lengths = torch.arange(n + 1, dtype=torch.int32) * width
+        self.offsets = torch.arange(width)
 
 
 class _Rows:

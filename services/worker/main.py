@@ -180,7 +180,7 @@ def _drafter(plan: Plan, groups: Groups, pools: Pools, stage: DecoderStage, expe
     ops, choices = choose_draft_ops(ops, geometry, draft, plan.topology, DEVICE, backend)
     log.info("drafter", algorithm=a.speculative_algorithm, width=a.verify_width, table=format_table(choices))
     if isinstance(draft, DraftConfig) and draft.confidence_head:
-        log.info("the drafter's confidence head is not used: every round verifies the whole window")
+        log.info("the drafter's confidence head is not used: rounds narrow by measured acceptance")
     drafter = build_drafter(
         a.draft_path,
         draft,
@@ -193,7 +193,6 @@ def _drafter(plan: Plan, groups: Groups, pools: Pools, stage: DecoderStage, expe
         experts,
         ops,
         dtype,
-        a.verify_width,
     )
     check_embedding(Path(a.model), Path(a.draft_path), draft, plan.topology, plan.place)
     return drafter
@@ -210,6 +209,7 @@ def _runner(plan: Plan, rank: Rank, agent: AgentLink) -> Runner:
             index=place.stage,
             producer_steps=len(plan.geometry.producer_steps(place.stage)),
             interval=a.disaggregation_layerwise_interval,
+            verify_width=a.verify_width,
             drafter=rank.drafter,
         )
     return DecodeReplica(

@@ -20,7 +20,7 @@ from services.worker.hop import StageBoundary
 from services.worker.model.batch import ForwardBatch, Hop
 from services.worker.model.decoder import DecoderStage
 from services.worker.speculative.capture import Capture
-from services.worker.speculative.drafter import Drafter
+from services.worker.speculative.drafter import Drafter, Steps
 from services.worker.speculative.sampling import sample
 from services.worker.wire import (
     ChunkRow,
@@ -47,7 +47,7 @@ class RoomState:
 class PrefillStage:
     """One rank of a prefill engine. `producer_steps` counts the stage's steps (geometry.producer_steps), `post` tells the
     agent, `interval` is how many producer steps share a barrier, 0 for one barrier at the end. `drafter` is this rank's part
-    of one, None without."""
+    of one, None without; the windows that leave with a prompt have `verify_width` tokens."""
 
     def __init__(
         self,
@@ -58,10 +58,12 @@ class PrefillStage:
         index: int,
         producer_steps: int,
         interval: int,
+        verify_width: int = 1,
         drafter: Drafter | None = None,
     ):
         self._stage, self._boundary, self._post, self._drafter = stage, boundary, post, drafter
         self._index, self._producer_steps, self._interval = index, producer_steps, interval
+        self._draft_steps = Steps(verify_width - 1, verify_width - 1)
         self._rooms: dict[int, RoomState] = {}
         self._blocks, self._steps, self._tokens = 0, 0, 0
 
@@ -157,7 +159,7 @@ class PrefillStage:
         if self._drafter is not None:
             assert capture is not None
             heads = batch.cu_seqlens[1:].long()[ends] - 1
-            proposals = self._drafter.draft(batch, hidden, capture, _following(rows, batch, tokens), heads)
+            proposals = self._drafter.draft(batch, hidden, capture, _following(rows, batch, tokens), heads, self._draft_steps)
             windows = [(token, *drafted) for token, drafted in zip(tokens, proposals.tolist(), strict=True)]
             barriers.passed(self._producer_steps - 1)
         done: list[FirstToken] = []

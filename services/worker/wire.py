@@ -71,6 +71,9 @@ class RoundPlan:
     clears: tuple[int, ...]
     deltas: tuple[BlockDelta, ...]
     live: tuple[int, ...]
+    width: int = 1  # rows of each window that are verified
+    proposals: int = 0  # drafted behind each new anchor
+    most_proposals: int = 0  # of any replica in this round
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,9 @@ def _round_plan(plan: worker_pb2.RoundPlan) -> RoundPlan:
         clears=tuple(plan.clears),
         deltas=tuple(BlockDelta(delta.place, tuple(delta.blocks)) for delta in plan.deltas),
         live=tuple(plan.live),
+        width=plan.width,
+        proposals=plan.proposals,
+        most_proposals=plan.most_proposals,
     )
 
 

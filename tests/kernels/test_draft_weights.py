@@ -162,7 +162,7 @@ def test_a_stage_that_holds_parts_it_must_not_is_refused(checkpoints: Checkpoint
     with pytest.raises(ConfigError, match=f"stage {rank} of 2 has {layers} draft cache layers") as refused:
         build_drafter(
             folder, engine.draft, model, topology, topology.place_of(rank), engine.stages[rank], caches,
-            ThreadTensorParallel(0, 1, ThreadGroup(1)), engine.dispatchers[rank], ops, torch.float32, 8,
+            ThreadTensorParallel(0, 1, ThreadGroup(1)), engine.dispatchers[rank], ops, torch.float32,
         )  # fmt: skip
     assert refused.value.detail == "DRAFT_OWNERSHIP"
 

@@ -1,10 +1,14 @@
 """Windows, verify rounds and commits of one rank: speculation changes how many tokens a round gives, and no token."""
 
+from itertools import chain, repeat
+from random import Random
+
 import pytest
 import torch
 
 from k3mesh.errors import Internal
 from services.contracts.barriers import FieldsReady, HandoffReady
+from services.contracts.geometry import verify_widths
 from services.worker.speculative.sampling import Sampling
 from tests.lib.drafted import Checkpoints, ForcedDrafter, Job, SpeculativeRank
 
@@ -80,6 +84,50 @@ def test_as_many_tokens_are_taken_as_are_right_and_none_is_changed(
     assert lengths[: len(hits)] == [min(n, limit) + 1 for n in hits]
     count = min(len(tokens), len(wanted))
     assert tokens[:count] == wanted[:count]
+
+
+@pytest.mark.parametrize("rule", [GREEDY, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_token_depends_on_the_widths_of_rounds(plain: SpeculativeRank, rank: SpeculativeRank, rule: Sampling, seed: int):
+    """Right proposals among wrong ones, and widths that change with every round."""
+    job, random = Job(prompt_of(110, 20 + seed), rule=rule), Random(seed)
+    wanted, _ = plain.generate(job, 70)
+    drafter = force(rank, job, wanted, [random.choice([0, 1, 2, 3, NEVER]) for _ in range(100)])
+    widths = iter(lambda: random.choice(verify_widths(rank.width)), None)
+    tokens, lengths = rank.generate(job, 60, widths=widths)
+    drafter.hits.clear()
+    assert tokens[:60] == wanted[:60]
+    assert len(set(lengths)) > 2, "every round gave as much: a weak test"
+
+
+def test_rounds_of_width_1_leave_the_states_of_decoding_one_by_one(plain: SpeculativeRank, rank: SpeculativeRank):
+    """Speculation goes off and comes back: the drafter's rows are those of having drafted all the time."""
+    job = Job(prompt_of(60, 13), slot=3)
+    wanted, _ = plain.generate(job, 40)
+    force(rank, job, wanted, [NEVER] * 2)
+    tokens, lengths = rank.generate(job, 20, widths=chain([rank.width, 2], repeat(1, 6), repeat(rank.width)))
+    assert tokens[:20] == wanted[:20] and lengths[2:8] == [1] * 6
+    kept = len(job.prompt) + len(tokens) - 1
+    again = Job([*job.prompt, *tokens[:-1]], slot=4, blocks=(11, 12, 13))
+    rows = [torch.cat([pool[b, :, 0] for b in job.blocks])[: kept - 1].clone() for pool in rank.caches.draft.values()]
+    states = [pool[job.slot].clone() for pool in rank.caches.kda_rec.values()]
+    rank.start(again)
+    for pool, row in zip(rank.caches.draft.values(), rows, strict=True):
+        assert near(row, torch.cat([pool[b, :, 0] for b in again.blocks])[: kept - 1])
+    for pool, state in zip(rank.caches.kda_rec.values(), states, strict=True):
+        assert near(state, pool[again.slot])
+
+
+def test_a_round_wider_than_its_windows_is_refused(dspark: SpeculativeRank):
+    job = Job(prompt_of(9), slot=6)
+    installs = [dspark.install(job, dspark.start(job))]
+    dspark.round([job], installs, width=2, following=2)
+    with pytest.raises(Internal, match=r"width 4, then 7 proposals, at most 7; .*too short at places \[0\]"):
+        dspark.round([job], width=4)
+    for width, following in ((3, 8), (2, 6), (2, 9)):
+        with pytest.raises(Internal, match="replica 0 has widths"):
+            dspark.round([job], width=width, following=following)
+    dspark.round([], clears=[job.place])
 
 
 @pytest.mark.parametrize("hits", range(8))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from services.contracts.events import DeadlinePassed
-from services.contracts.geometry import blocks_for
+from services.contracts.geometry import blocks_for, verify_widths
 from services.contracts.ids import BlockId, GlobalRank, Place, RequestId, Room, SlotId, Token
 from services.contracts.lifecycle import TERMINAL, State
 from services.contracts.placement import Manifest
@@ -24,8 +24,8 @@ ORDER = [State.RESERVED, State.INSTALLED, State.DECODING, State.FINISHING, *sort
 def small_shape(**changes: object) -> EngineShape:
     values: dict[str, object] = {
         "engine_id": "decode-0", "epoch": 7, "replicas": 2, "tp_size": 2, "places": 4, "num_blocks": 16, "num_slots": 5,
-        "verify_width": 1, "max_model_len": 1500, "end_tokens": frozenset({END_TOKEN}), "buckets": (1, 2, 3), "graphs": True,
-        "request_timeout": 600.0,
+        "verify_width": 1, "adaptive": True, "max_model_len": 1500, "end_tokens": frozenset({END_TOKEN}), "buckets": (1, 2, 3),
+        "graphs": True, "request_timeout": 600.0,
     }  # fmt: skip
     return EngineShape(**{**values, **changes})  # pyright: ignore[reportArgumentType]
 
@@ -73,6 +73,7 @@ class DecodeWorld:
         self.places: list[dict[Place, ModelPlace]] = [{} for _ in range(shape.replicas)]  # as the workers know them
         self.out: ev.RoundPlan | None = None
         self.rounds = 0
+        self.windows: dict[Room, int] = {}  # tokens in each resident's window
         self.pair = ev.Pair(0)
         self.refused: set[ev.Pair] = set()
         self.lost: ev.Failure | None = None
@@ -182,9 +183,10 @@ class DecodeWorld:
         for replica, part in enumerate(plan.replicas):
             entries: list[ev.PlaceTokens] = []
             for place in part.live:
-                accepted = self.random.randint(1, self.shape.verify_width)
+                accepted = self.random.randint(1, part.width.width)
                 tokens = tuple(self.token() if choose is None else choose for _ in range(accepted))
-                window = (tokens[-1], *(self.token() for _ in range(self.shape.verify_width - 1)))
+                window = (tokens[-1], *(self.token() for _ in range(part.width.proposals)))
+                self.windows[self.places[replica][place].room] = len(window)
                 entries.append(ev.PlaceTokens(place, tokens, window))
                 known = self.places[replica][place]
                 known.position += accepted
@@ -306,10 +308,15 @@ class DecodeWorld:
                 assert model.manifest is not None and model.anchor is not None
                 assert install.blocks[: len(model.manifest.blocks)] == model.manifest.blocks
                 assert install.slot == model.manifest.slot and install.window == model.anchor.window
+                self.windows[install.room] = len(install.window)
                 places[install.place] = ModelPlace(install.room, list(install.blocks), install.slot, install.position)
             for delta in part.deltas:
                 places[delta.place].blocks += delta.blocks
             assert list(part.live) == sorted(places), "live places are those that the workers hold, ascending"
+            widths = verify_widths(self.shape.verify_width)
+            assert part.width.width in widths and 1 + part.width.proposals in widths, "no width that is captured"
+            for place in part.live:
+                assert part.width.width <= self.windows[places[place].room], "a round wider than its windows"
             live_blocks = [block for place in part.live for block in places[place].blocks]
             assert len(live_blocks) == len(set(live_blocks)), "two requests share a block"
             for place in part.live:

@@ -1,10 +1,10 @@
 """A target with its drafter in one process: every rank of a topology as a thread (tests.lib.golden.Engine)."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from services.worker.parallel.groups import join
 from services.worker.prefill_step import PrefillStage
 from services.worker.speculative.build import build_drafter
 from services.worker.speculative.capture import Capture
-from services.worker.speculative.drafter import Drafter, sequence_of
+from services.worker.speculative.drafter import Drafter, Steps, sequence_of
 from services.worker.speculative.sampling import Sampling
 from services.worker.wire import (
     ChunkRow,
@@ -96,6 +96,7 @@ class DraftedEngine(Engine):
         dtype: torch.dtype = torch.float32, num_blocks: int = 8,
     ):  # fmt: skip
         super().__init__(str(target), topology, dtype, num_blocks)
+        self.width = width
         self.draft = read_draft(folder, golden_model(str(target)), algorithm)
         target_ops, _ = choose_ops(self.model, topology, "cpu", dtype, dtype)
         ops, _ = choose_draft_ops(
@@ -114,7 +115,7 @@ class DraftedEngine(Engine):
             self.drafters.append(
                 build_drafter(
                     folder, self.draft, self.model, topology, place, stage, self.caches[rank], tp, self.dispatchers[rank],
-                    ops, dtype, width,
+                    ops, dtype,
                 )
             )  # fmt: skip
 
@@ -138,28 +139,30 @@ class DraftedEngine(Engine):
         out = self.stages[rank].forward(batch, hop, lambda step: None, capture.take)
         if isinstance(out, Hop):
             return capture.onto(out)
-        return out, drafter.draft(batch, out, capture, following, heads)
+        return out, drafter.draft(batch, out, capture, following, heads, Steps(self.width - 1, self.width - 1))
 
 
 class ForcedDrafter:
     """A drafter whose proposals are replaced: `hits` true tokens, then a wrong one. It still writes its own rows."""
 
-    def __init__(self, drafter: Drafter, width: int, vocab: int):
-        self._drafter, self._width, self._vocab = drafter, width, vocab
+    def __init__(self, drafter: Drafter, vocab: int):
+        self._drafter, self._vocab = drafter, vocab
         self.truth: dict[int, list[int]] = {}  # by KDA slot, the tokens of each position
         self.hits: dict[int, list[int]] = {}  # by KDA slot, of the windows to come; the real proposals when it is empty
 
     def begin(self, rows: int, hop: Hop | None) -> Capture:
         return self._drafter.begin(rows, hop)
 
-    def draft(self, batch: ForwardBatch, hidden: Tensor, capture: Capture, following: Tensor, heads: Tensor) -> Tensor:
-        proposals = self._drafter.draft(batch, hidden, capture, following, heads)
+    def draft(
+        self, batch: ForwardBatch, hidden: Tensor, capture: Capture, following: Tensor, heads: Tensor, steps: Steps
+    ) -> Tensor:
+        proposals = self._drafter.draft(batch, hidden, capture, following, heads, steps)
         for row, (head, sequence) in enumerate(zip(heads.tolist(), sequence_of(batch, heads).tolist(), strict=True)):
             slot, anchor = int(batch.slots[sequence]), int(batch.positions[head]) + 1
             if not self.hits.get(slot):
                 continue
             hits = self.hits[slot].pop(0)
-            window = self.truth[slot][anchor + 1 : anchor + self._width]
+            window = self.truth[slot][anchor + 1 : anchor + 1 + steps.proposals]
             window = [token if n < hits else (token + 1) % self._vocab for n, token in enumerate(window)]
             proposals[row] = torch.tensor(window)
         return proposals
@@ -193,15 +196,15 @@ class SpeculativeRank:
         if draft is not None and folder is not None:
             draft_ops, _ = choose_draft_ops(ops, op_geometry(model, topology, dtype, dtype), draft, topology, "cpu", "auto")
             drafter = build_drafter(
-                folder, draft, model, topology, place, stage, self.caches, groups.tp, experts, draft_ops, dtype, width
+                folder, draft, model, topology, place, stage, self.caches, groups.tp, experts, draft_ops, dtype
             )
             assert drafter is not None
-            self.forced = ForcedDrafter(drafter, width, model.vocab_size)
+            self.forced = ForcedDrafter(drafter, model.vocab_size)
         self.width = width if draft else 1
         self.notices: list[Notice] = []
         self.prefill = PrefillStage(
             stage, StageBoundary(groups.pipeline, model, place, dtype), self.notices.append, index=0,
-            producer_steps=len(geometry.producer_steps(0)), interval=1, drafter=self.forced,
+            producer_steps=len(geometry.producer_steps(0)), interval=1, verify_width=self.width, drafter=self.forced,
         )  # fmt: skip
         self.decode = DecodeReplica(
             stage, replica=0, places=self.PLACES, max_model_len=1024, verify_width=self.width,
@@ -230,18 +233,28 @@ class SpeculativeRank:
     def install(self, job: "Job", first: FirstToken) -> PlaceInstall:
         return PlaceInstall(job.place, job.room, job.blocks, job.slot, len(job.prompt), first.window, job.rule)
 
-    def round(self, jobs: Sequence["Job"], installs: Sequence[PlaceInstall] = (), clears: Sequence[int] = ()) -> RoundResult:
+    def round(
+        self, jobs: Sequence["Job"], installs: Sequence[PlaceInstall] = (), clears: Sequence[int] = (),
+        width: int | None = None, following: int | None = None,
+    ) -> RoundResult:  # fmt: skip
+        """One round of `width`, which drafts for one of `following`; both are full unless told."""
         live = tuple(sorted(job.place for job in jobs))
         self._rounds += 1
-        mode, bucket = Mode.LOW_LATENCY_EAGER, self.PLACES
-        return self.decode.execute(RoundPlan(self._rounds, bucket, mode, tuple(installs), tuple(clears), (), live))
+        mode, bucket, proposals = Mode.LOW_LATENCY_EAGER, self.PLACES, (following or self.width) - 1
+        head = (self._rounds, bucket, mode, tuple(installs), tuple(clears), (), live)
+        return self.decode.execute(RoundPlan(*head, width or self.width, proposals, proposals))
 
-    def generate(self, job: "Job", count: int, chunks: Sequence[int] = ()) -> tuple[list[int], list[int]]:
-        """At least `count` tokens of one request alone -> the tokens, and how many each round gave."""
+    def generate(
+        self, job: "Job", count: int, chunks: Sequence[int] = (), widths: Iterator[int] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """At least `count` tokens of one request alone, in rounds of these widths -> the tokens, and how many a round gave."""
         first = self.start(job, chunks)
         tokens, lengths, installs = [first.token], [], [self.install(job, first)]
+        widths = repeat(self.width) if widths is None else widths
+        following = next(widths)
         while len(tokens) < count:
-            (entry,) = self.round([job], installs).tokens
+            width, following = following, next(widths)
+            (entry,) = self.round([job], installs, width=width, following=following).tokens
             tokens += entry.tokens
             lengths.append(len(entry.tokens))
             installs = []

@@ -60,7 +60,7 @@ def speculating(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path]) 
     flags = f"--speculative-algorithm {algorithm} --speculative-num-draft-tokens {WIDTHS[algorithm]}"
     if algorithm == "DSPARK":
         flags += f" --speculative-draft-model-path {drafter}"
-    engines = (f"--prefill={PREFILL} {stages} {flags}", f"--decode={DECODE} {flags}")
+    engines = (f"--prefill={PREFILL} {stages} {flags}", f"--decode={DECODE} {flags} --no-speculative-adaptive")
     with running_mesh(target, "--topology", topology, *engines) as mesh:
         yield Speculating(mesh, WIDTHS[algorithm])
 

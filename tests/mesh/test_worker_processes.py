@@ -111,7 +111,7 @@ async def test_tokens_equal_a_full_recompute(tmp_path: Path, stages: int, prefil
             for index, drive in enumerate(d.drives):
                 mine = index == replica
                 plan = worker_pb2.RoundPlan(
-                    round_id=number, bucket=2, mode=worker_pb2.ROUND_MODE_LOW_LATENCY_EAGER, live=[1] if mine else [],
+                    round_id=number, bucket=2, mode=worker_pb2.ROUND_MODE_LOW_LATENCY_EAGER, live=[1] if mine else [], width=1,
                     installs=[install] if mine and number == 1 else [],
                 )  # fmt: skip
                 await drive.send(round=plan)

@@ -178,7 +178,7 @@ def test_how_answers_end(world: Told, sampling: dict[str, Any], tokens: list[int
 
 
 def test_tokens_after_the_stop_token_of_the_same_round_are_not_published():
-    world = Told(small_shape(verify_width=4), seed=3)
+    world = Told(small_shape(verify_width=4, adaptive=False), seed=3)
     room = world.reserve(10, 50, stops=(Token(33),))
     world.attach(room)
     world.all_ready(room, TOKEN)
@@ -195,7 +195,7 @@ def test_tokens_after_the_stop_token_of_the_same_round_are_not_published():
 
 
 def test_what_was_drafted_for_a_request_is_told_with_its_end():
-    world = Told(small_shape(verify_width=4), seed=3)
+    world = Told(small_shape(verify_width=4, adaptive=False), seed=3)
     room = world.resident(10, 8)
     for taken in (3, 1, 4):  # the last of these proposals lies behind the answer's end
         assert world.launch() is not None

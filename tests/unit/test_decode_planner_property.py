@@ -27,9 +27,10 @@ def attached(model: ModelRoom) -> bool:
 
 
 class DecodeMachine(RuleBasedStateMachine):
-    @initialize(seed=index, width=st.sampled_from([1, 4]), blocks=st.sampled_from([3, 8, 14, 20]), slots=st.integers(2, 5))
+    @initialize(seed=index, width=st.sampled_from([1, 4, 4]), blocks=st.sampled_from([3, 8, 14, 20]), slots=st.integers(2, 5))
     def start(self, seed: int, width: int, blocks: int, slots: int) -> None:
-        self.world = DecodeWorld(small_shape(verify_width=width, num_blocks=blocks, num_slots=slots), seed)
+        shape = small_shape(verify_width=width, adaptive=bool(seed % 2), num_blocks=blocks, num_slots=slots)
+        self.world = DecodeWorld(shape, seed)
 
     def pick(self, rooms: list[Room], at: int) -> Room | None:
         return rooms[at % len(rooms)] if rooms else None
@@ -156,7 +157,7 @@ TestDecodeMachine.settings = settings(
 def live_busily(seed: int, width: int, steps: int) -> DecodeWorld:
     """A long life of a small engine, with requests coming in faster than they can be served."""
     choice = Random(seed)
-    world = DecodeWorld(small_shape(verify_width=width, num_blocks=14, places=6, num_slots=6), seed)
+    world = DecodeWorld(small_shape(verify_width=width, adaptive=bool(seed % 2), num_blocks=14, places=6, num_slots=6), seed)
     for _ in range(steps):
         if world.out is not None and choice.random() < 0.8:
             world.round_done()

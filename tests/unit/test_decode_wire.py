@@ -10,6 +10,7 @@ from services.runtime.wire import failure, read_failure, read_sampling, sampling
 from services.scheduler.decode import events as ev
 from services.scheduler.decode import wire
 from services.scheduler.decode.buckets import RoundMode
+from services.scheduler.decode.widths import IDLE, Width
 
 ROOM = Room((1 << 63) - 1)
 SAMPLING = ev.Sampling(0.75, 0.5, 40, (1 << 64) - 1, 100, True, (Token(3), Token(163_000)))
@@ -80,8 +81,8 @@ def test_a_manifest_keeps_its_blocks_in_order_with_their_generations():
 
 def test_every_replica_gets_the_rounds_head_and_its_own_rows():
     install = ev.PlaceInstall(Place(2), ROOM, (BlockId(9), BlockId(4)), SlotId(3), 200, (Token(7),), SAMPLING)
-    busy = ev.ReplicaPlan((Place(2),), (install,), (ev.BlockDelta(Place(0), (BlockId(5),)),), (Place(0), Place(2)))
-    plan = ev.RoundPlan(17, 4, RoundMode.LOW_LATENCY_EAGER, (busy, ev.ReplicaPlan((), (), (), ())))
+    busy = ev.ReplicaPlan((Place(2),), (install,), (ev.BlockDelta(Place(0), (BlockId(5),)),), (Place(0), Place(2)), Width(4, 7))
+    plan = ev.RoundPlan(17, 4, RoundMode.LOW_LATENCY_EAGER, (busy, ev.ReplicaPlan((), (), (), (), IDLE)))
     first, second = wire.round_commands(plan, fence=6)
     for command in (first, second):
         assert (command.fence, command.round.round_id, command.round.bucket) == (6, 17, 4)
@@ -92,6 +93,8 @@ def test_every_replica_gets_the_rounds_head_and_its_own_rows():
     assert (list(first.round.clears), list(first.round.live)) == ([2], [0, 2])
     assert [(delta.place, list(delta.blocks)) for delta in first.round.deltas] == [(0, [5])]
     assert not second.round.live and not second.round.installs
+    assert (first.round.width, first.round.proposals, first.round.most_proposals) == (4, 7, 7)
+    assert (second.round.width, second.round.proposals, second.round.most_proposals) == (1, 0, 7)
 
 
 def test_every_mode_of_a_plan_has_its_number():

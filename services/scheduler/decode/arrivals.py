@@ -3,6 +3,7 @@
 import services.scheduler.decode.events as ev
 from services.contracts.lifecycle import State
 from services.scheduler.decode import report
+from services.scheduler.decode.acceptance import Guesses
 from services.scheduler.decode.admission import admit, budget, manifest, refusal
 from services.scheduler.decode.request import (
     Installed,
@@ -103,6 +104,7 @@ class Arrivals:
             cached_tokens=max(ready.cached_tokens for ready in state.arrivals.values()),
             installed_at=self._rooms.now,
             last_token_at=self._rooms.now,
+            guesses=Guesses(window[1:]),
         )
         request.state = Installed(state.holding, progress)
         self._rooms.residents[state.holding.replica][request.room] = request

@@ -8,6 +8,7 @@ from services.contracts.lifecycle import State
 from services.contracts.messages import Failure, Sampling
 from services.contracts.placement import Manifest
 from services.scheduler.decode.buckets import RoundMode
+from services.scheduler.decode.widths import Width
 
 Pair = NewType("Pair", int)  # one life of one prefill scheduler's stream; a reconnect is another
 Client = NewType("Client", int)  # one Attach stream
@@ -288,6 +289,7 @@ class ReplicaPlan:
     installs: tuple[PlaceInstall, ...]
     deltas: tuple[BlockDelta, ...]
     live: tuple[Place, ...]
+    width: Width
 
 
 @dataclass(frozen=True, slots=True)

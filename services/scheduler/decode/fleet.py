@@ -38,6 +38,7 @@ class Fleet(EngineFleet):
             num_blocks=self.hello.num_blocks,
             num_slots=self.hello.num_slots,
             verify_width=arguments.verify_width,
+            adaptive=arguments.speculative_adaptive,
             max_model_len=arguments.max_model_len,
             end_tokens=frozenset(self.hello.end_token_ids),
             buckets=arguments.buckets(),

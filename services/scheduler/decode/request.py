@@ -21,6 +21,7 @@ from typing import ClassVar
 
 from services.contracts.ids import GlobalRank, Room, Token
 from services.contracts.lifecycle import RANK, State
+from services.scheduler.decode.acceptance import Guesses
 from services.scheduler.decode.capacity import Holding, growth
 from services.scheduler.decode.events import AgentRankReady, Client, Drafts, End, Failure, Finished, ReserveAsked
 
@@ -66,6 +67,7 @@ class Progress:
     windows: int = 0  # rounds that verified proposals
     drafted: int = 0  # proposals in them
     accepted_at: list[int] = field(default_factory=list[int])  # windows whose first k proposals were right, k from 1
+    guesses: Guesses = field(default_factory=Guesses)
 
     def count_window(self, drafted: int, right: int) -> None:
         """A round verified `drafted` proposals, and the first `right` of them were what the target chose."""

@@ -4,6 +4,7 @@ import services.scheduler.decode.events as ev
 from services.contracts.geometry import blocks_for
 from services.contracts.lifecycle import State
 from services.scheduler.decode import report
+from services.scheduler.decode.acceptance import Verdict
 from services.scheduler.decode.capacity import Holding, Pool
 from services.scheduler.decode.request import Decoding, Finishing, Installed, Progress, Request
 from services.scheduler.decode.rooms import Rooms
@@ -15,15 +16,18 @@ class Residents:
 
     def __init__(self, rooms: Rooms):
         self._rooms = rooms
-        self._width = rooms.shape.verify_width
         self._rounds_launched = 0
+        self._answered_at = 0.0  # the last round
 
     def plan(self, now: float) -> ev.RoundPlan | None:
         """The next round, or None while one is out or when there is nothing to do."""
         rooms = self._rooms
         if rooms.round is not None:
             return None
-        launched = launch(self._rounds_launched + 1, rooms.shape, rooms.pools, rooms.residents, now)
+        for pool, residents in zip(rooms.pools, rooms.residents, strict=True):
+            if any(isinstance(request.state, Installed) for request in residents.values()):
+                rooms.widths.joined(pool.replica)
+        launched = launch(self._rounds_launched + 1, rooms.shape, rooms.pools, rooms.residents, rooms.widths, now)
         if launched is None:
             return None
         self._rounds_launched += 1
@@ -32,47 +36,61 @@ class Residents:
 
     def round_done(self, done: ev.RoundDone) -> str | None:
         """Count and publish what a round brought -> why the answer cannot be, if so; the engine is lost then."""
-        launched, problem = self._rooms.round, mismatch(self._rooms.round, done, self._width)
+        launched, problem = self._rooms.round, mismatch(self._rooms.round, done)
         if problem is not None or launched is None:
             return problem
         self._rooms.round = None
         self._rooms.totals["rounds"] += 1
-        for rows, entries in zip(launched.rows, done.replicas, strict=True):
+        verdicts: list[list[Verdict]] = []
+        for rows, width, entries in zip(launched.rows, launched.widths, done.replicas, strict=True):
+            verdicts.append([])
+            self._count_width(width.width if rows else 0)
             for (_, room), entry in zip(rows, entries, strict=True):
                 request = self._rooms.requests[room]
                 match request.state:
                     case Decoding(progress=progress):
-                        self._advance(request, progress, entry)
+                        verdicts[-1] += progress.guesses.compare(entry.tokens)
+                        self._advance(request, progress, entry, width.width)
                     case Finishing(holding=holding, progress=progress):
                         self._leave(request, holding, progress)
                     case state:
                         raise RuntimeError(f"room {room} was in round {done.round_id} and is {state.phase.name} now")
+        if any(launched.rows):
+            self._rooms.widths.done(self._rooms.now - max(launched.launched_at, self._answered_at), verdicts)
+        self._answered_at = self._rooms.now
         return None
 
-    def _advance(self, request: Request, progress: Progress, entry: ev.PlaceTokens) -> None:
+    def _advance(self, request: Request, progress: Progress, entry: ev.PlaceTokens, width: int) -> None:
         if progress.rounds == 0:
             self._rooms.write(request, State.DECODING)
-        self._count_acceptance(progress, len(entry.tokens) - 1)
+        self._count_acceptance(progress, width - 1, len(entry.tokens) - 1)
         progress.rounds += 1
         tokens, end = request.accept(progress, entry.tokens)
         progress.position += len(entry.tokens)
         progress.window = entry.window
+        progress.guesses.propose(entry.window[1:])
         progress.last_token_at = self._rooms.now
         self._rooms.publish(request, tokens)
         if end is not None:
             self._finish(request, end)
 
-    def _count_acceptance(self, progress: Progress, right: int) -> None:
-        """`right` proposals of a window were, whether or not the request ends before the last of them."""
-        drafted, totals = self._width - 1, self._rooms.totals
+    def _count_width(self, width: int) -> None:
+        """A replica had a round of this width; 0: nobody was there."""
+        if width and self._rooms.shape.verify_width > 1:
+            self._rooms.totals[f"rounds_of_width_{width}"] += 1
+
+    def _count_acceptance(self, progress: Progress, drafted: int, right: int) -> None:
+        """Of `drafted` proposals that were verified `right` were, whether or not the request ends before the last of them."""
+        totals = self._rooms.totals
         if not drafted:
             return
         progress.count_window(drafted, right)
         totals["tokens_drafted"] += drafted
         totals["tokens_accepted"] += right
         totals["windows"] += 1
-        for k in range(1, right + 1):
-            totals[f"accepted_at_{k}"] += 1
+        for k in range(1, drafted + 1):
+            totals[f"drafted_at_{k}"] += 1
+            totals[f"accepted_at_{k}"] += k <= right
         if progress.rounds == 0:
             totals["handoff_windows"] += 1
             totals["handoff_accepted"] += right

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import services.scheduler.decode.events as ev
+from services.contracts.geometry import verify_widths
 from services.contracts.ids import Replica, Room, Token
 from services.contracts.lifecycle import State
 from services.scheduler.decode import invariants, report
@@ -10,6 +11,7 @@ from services.scheduler.decode.capacity import Holding, Pool
 from services.scheduler.decode.request import Phase, Releasing, Request, Tombstones
 from services.scheduler.decode.rounds import LaunchedRound
 from services.scheduler.decode.shape import EngineShape
+from services.scheduler.decode.widths import Widths
 
 TOTALS = (
     "rounds", "tokens", "requests_finished", "requests_failed", "requests_cancelled", "capacity_aborts",
@@ -18,12 +20,14 @@ TOTALS = (
 
 
 def acceptance_totals(width: int) -> tuple[str, ...]:
-    """What is counted of a drafter's work: proposals and those that were right, windows verified, and in how many of them the
-    first k proposals were right. The windows that came with the handoff are counted once more by themselves."""
+    """What is counted of a drafter's work: rounds of a replica by their width; proposals that were verified and those of them
+    that were right, windows that had any, in how many of them there was a k-th, and in how many the first k were right. The
+    windows that came with the handoff are counted once more by themselves."""
     if width == 1:
         return ()
-    positions = (f"accepted_at_{k}" for k in range(1, width))
-    return ("tokens_drafted", "tokens_accepted", "windows", *positions, "handoff_windows", "handoff_accepted")
+    rounds = (f"rounds_of_width_{w}" for w in verify_widths(width))
+    positions = (f"{what}_at_{k}" for what in ("drafted", "accepted") for k in range(1, width))
+    return (*rounds, "tokens_drafted", "tokens_accepted", "windows", *positions, "handoff_windows", "handoff_accepted")
 
 
 class Rooms:
@@ -32,6 +36,7 @@ class Rooms:
     def __init__(self, shape: EngineShape):
         self.shape = shape
         self.totals: dict[str, int] = dict.fromkeys((*TOTALS, *acceptance_totals(shape.verify_width)), 0)
+        self.widths = Widths(shape.replicas, shape.verify_width, shape.adaptive)
         self.pools = [Pool(Replica(r), shape.places, shape.num_blocks, shape.num_slots) for r in range(shape.replicas)]
         self.requests: dict[Room, Request] = {}
         self.residents: list[dict[Room, Request]] = [{} for _ in range(shape.replicas)]  # installed and going on, newest last
@@ -121,7 +126,12 @@ class Rooms:
 
     def counters(self) -> dict[str, int]:
         phases = [request.state.phase for request in self.requests.values()]
+        widths: dict[str, int] = {}
+        if self.shape.verify_width > 1:
+            targets = zip(self.widths.targets, self.residents, strict=True)
+            widths = {f"verify_width_{replica}": width if there else 0 for replica, (width, there) in enumerate(targets)}
         return {
+            **widths,
             "reserved": phases.count(Phase.RESERVED),
             "receiving": phases.count(Phase.RECEIVING),
             "resident": phases.count(Phase.INSTALLED) + phases.count(Phase.DECODING),

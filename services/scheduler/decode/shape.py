@@ -19,6 +19,7 @@ class EngineShape:
     num_blocks: int
     num_slots: int
     verify_width: int
+    adaptive: bool  # rounds may be narrower than verify_width
     max_model_len: int
     end_tokens: frozenset[Token]
     buckets: tuple[int, ...]  # captured sizes, ascending

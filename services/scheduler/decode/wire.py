@@ -236,6 +236,9 @@ def _round(plan: ev.RoundPlan, part: ev.ReplicaPlan) -> worker_pb2.RoundPlan:
         ],
         deltas=[worker_pb2.BlockDelta(place=delta.place, blocks=delta.blocks) for delta in part.deltas],
         live=part.live,
+        width=part.width.width,
+        proposals=part.width.proposals,
+        most_proposals=max(other.width.proposals for other in plan.replicas),
     )
 
 

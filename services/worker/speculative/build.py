@@ -31,7 +31,6 @@ def build_drafter(
     experts: ExpertDispatcher,
     ops: Ops,
     dtype: torch.dtype,
-    verify_width: int,
 ) -> Drafter | None:
     """The rank's part after its target stage is loaded, None where it has none. ConfigError as load_dspark and load_nextn.
 
@@ -50,9 +49,9 @@ def build_drafter(
         weights = load_dspark(Path(folder), draft, part, share, dtype)
         network = K3DSparkModel(draft, taps_in(draft.taps(topology.num_layers), place.window), weights, pools, tp, ops)
         network.configure_target(stage)
-        return DSparkDrafter(network, DSparkContextProducer(network, first=place.stage == 0), verify_width - 1)
+        return DSparkDrafter(network, DSparkContextProducer(network, first=place.stage == 0))
     if not last:
         return None
     layer = NextNModel(model, load_nextn(Path(folder), draft, model, topology, place, dtype), pools[0], tp, experts, ops)
     layer.configure_target(stage)
-    return NextNDrafter(layer, verify_width - 1)
+    return NextNDrafter(layer)

@@ -1,8 +1,9 @@
 """The NextN (MTP) drafter (spec speculation §11): one more MLA and MoE layer of the target's kind behind its last, which reads
 the token after a position and the target's final hidden there, and predicts the token after that one.
 
-It only stands on the last stage. Its cache has a row for each position, like the target's. Every rank of an expert group takes
-the same number of steps, idle replicas too, because the layer's experts are spread over all of them.
+It only stands on the last stage. Its cache has a row for each position, like the target's; being of one layer, it needs no
+attention and no experts to write one, so only the rows that propose go through the whole layer. Every rank of an expert group
+takes the same number of steps, idle replicas too, because the layer's experts are spread over all of them.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -18,7 +19,7 @@ from services.worker.model.mla import MlaAttention
 from services.worker.model.moe import MoeFfn
 from services.worker.model.vocabulary import Embedding, gather_vocabulary
 from services.worker.speculative.capture import Capture, CaptureTarget
-from services.worker.speculative.drafter import sequence_of
+from services.worker.speculative.drafter import Steps, sequence_of
 from services.worker.speculative.weights import EMBEDDING
 
 
@@ -56,15 +57,23 @@ class NextNModel:
         if self._embed is None:
             self._embed = target.embed
 
+    def write(self, following: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
+        """following [T], hidden [T, h] of the batch's rows -> their cache rows."""
+        x = self._merged(following, hidden)
+        self._attention.write(self._ops.rms_norm(x, self._input_norm, self._eps), batch)
+
     def __call__(self, following: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """following [T], hidden [T, h] of the batch's rows -> out [T, h], normed: the next step's hidden. Writes the cache."""
-        assert self._embed is not None, "configure_target comes before the first step"
         norm, eps = self._ops.rms_norm, self._eps
-        token = norm(self._embed(following), self._token_norm, eps)
-        x = F.linear(torch.cat([token, norm(hidden, self._hidden_norm, eps)], -1), self._merge)
+        x = self._merged(following, hidden)
         x = x + self._attention(norm(x, self._input_norm, eps), batch)
         x = x + self._ffn(norm(x, self._ffn_norm, eps), batch.write_slots, batch.mode)
         return norm(x, self._out_norm, eps)
+
+    def _merged(self, following: Tensor, hidden: Tensor) -> Tensor:
+        assert self._embed is not None, "configure_target comes before the first step"
+        token = self._ops.rms_norm(self._embed(following), self._token_norm, self._eps)
+        return F.linear(torch.cat([token, self._ops.rms_norm(hidden, self._hidden_norm, self._eps)], -1), self._merge)
 
     def choose(self, out: Tensor) -> Tensor:
         """[E, h] -> the likeliest token of each, [E] int64; the smallest id on ties. Collective over TP."""
@@ -85,35 +94,47 @@ class NoCapture:
 class NextNDrafter:
     """Rewrites the batch's rows with what the target says of them, then drafts one token after the other."""
 
-    def __init__(self, model: NextNModel, proposals: int):
-        self._model, self._proposals = model, proposals
+    def __init__(self, model: NextNModel):
+        self._model = model
 
     def begin(self, rows: int, hop: Hop | None) -> NoCapture:
         return NoCapture()
 
-    def draft(self, batch: ForwardBatch, hidden: Tensor, capture: Capture, following: Tensor, heads: Tensor) -> Tensor:
-        out = self._model(following, hidden, batch)[heads]
+    def draft(
+        self, batch: ForwardBatch, hidden: Tensor, capture: Capture, following: Tensor, heads: Tensor, steps: Steps
+    ) -> Tensor:
+        self._model.write(following, hidden, batch)
         if not len(heads):
-            return heads.new_zeros(0, self._proposals)
-        proposals = [self._model.choose(out)]
-        for distance in range(1, self._proposals):
-            out = self._model(proposals[-1], out, _rows_behind(batch, heads, distance))
-            proposals.append(self._model.choose(out))
-        return torch.stack(proposals, 1)
+            return heads.new_zeros(0, steps.proposals)
+        proposals, token, out = heads.new_zeros(len(heads), steps.proposals), following[heads], hidden[heads]
+        for distance in range(steps.proposals):
+            out = self._model(token, out, _rows_behind(batch, heads, distance))
+            token = self._model.choose(out)
+            proposals[:, distance] = token
+        for _ in range(steps.most - steps.proposals):
+            self._model(following[:1], hidden[:1], _padding(batch))
+        return proposals
 
 
 def _rows_behind(batch: ForwardBatch, heads: Tensor, distance: int) -> ForwardBatch:
     """One row for each head's sequence, `distance` positions behind the head; what the cache has beyond it is not seen."""
-    positions = batch.positions[heads] + distance
-    tables = batch.block_tables[sequence_of(batch, heads)]
+    return _single_rows(batch, batch.positions[heads] + distance, batch.block_tables[sequence_of(batch, heads)])
+
+
+def _padding(batch: ForwardBatch) -> ForwardBatch:
+    """One row that belongs to nobody: other replicas take a step."""
+    return _single_rows(batch, torch.zeros_like(batch.positions[:1]), torch.zeros_like(batch.block_tables[:1]))
+
+
+def _single_rows(batch: ForwardBatch, positions: Tensor, tables: Tensor) -> ForwardBatch:
     return ForwardBatch(
         mode=batch.mode,
-        tokens=heads,  # not read: the layer is given its tokens
+        tokens=positions,  # not read: the layer is given its tokens
         positions=positions,
-        cu_seqlens=torch.arange(len(heads) + 1, dtype=torch.int32, device=heads.device),
+        cu_seqlens=torch.arange(len(positions) + 1, dtype=torch.int32, device=positions.device),
         context_lens=(positions + 1).int(),
         block_tables=tables,
         write_slots=cache_slots(tables, positions.unsqueeze(1)).squeeze(1),
-        slots=torch.zeros_like(heads),
-        fresh=torch.zeros_like(heads, dtype=torch.bool),
+        slots=torch.zeros_like(positions),
+        fresh=torch.zeros_like(positions, dtype=torch.bool),
     )

@@ -1,0 +1,76 @@
+"""How often a replica's drafter is right: every token that comes out is held against what was proposed for its position.
+
+That needs no verification. Where a round is narrower than the window before it, the tokens of later rounds tell whether the
+rest of the window was right; so a replica that has speculation switched off still learns from windows that came with the
+handoff, and from proposals that it drafts now and then only to look at.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from services.contracts.ids import Token
+
+MEMORY = 12  # rounds that told something, until what they told counts a third
+PRIOR = 0.5  # of a first proposal to be right, with the weight of one window
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Proposal number `position` of a window, counted from 1, all before it having been right."""
+
+    position: int
+    right: bool
+
+
+@dataclass(slots=True)
+class Guesses:
+    """What a request's newest proposals say of tokens that are not there yet."""
+
+    left: tuple[Token, ...] = ()
+    position: int = 1  # of left[0] in its window
+
+    def propose(self, proposals: tuple[Token, ...]) -> None:
+        """A newer window takes the place of what is left; none leaves it as it is."""
+        if proposals:
+            self.left, self.position = proposals, 1
+
+    def compare(self, tokens: Iterable[Token]) -> list[Verdict]:
+        """The request's next tokens -> the verdicts, up to the first wrong proposal; what follows that one means nothing."""
+        verdicts: list[Verdict] = []
+        for token in tokens:
+            if not self.left:
+                break
+            right = token == self.left[0]
+            verdicts.append(Verdict(self.position, right))
+            self.left = self.left[1:] if right else ()
+            self.position += 1
+        return verdicts
+
+
+class Acceptance:
+    """One replica's verdicts by position; old ones fade with each round that brings new ones."""
+
+    def __init__(self, width: int):
+        self._tried = [0.0] * (width - 1)
+        self._right = [0.0] * (width - 1)
+
+    def add(self, verdicts: Sequence[Verdict]) -> None:
+        """One round's."""
+        if not verdicts:
+            return
+        fade = 1 - 1 / MEMORY
+        self._tried = [count * fade for count in self._tried]
+        self._right = [count * fade for count in self._right]
+        for verdict in verdicts:
+            self._tried[verdict.position - 1] += 1
+            self._right[verdict.position - 1] += verdict.right
+
+    def expected(self, width: int) -> float:
+        """Tokens that a round of this width gives a request: 1 + the survival of each proposal. A position of which little is
+        known is taken to be as good as the one before it."""
+        total, survival, share = 1.0, 1.0, PRIOR
+        for tried, right in zip(self._tried[: width - 1], self._right[: width - 1], strict=True):
+            share = (right + share) / (tried + 1)
+            survival *= share
+            total += survival
+        return total

@@ -1,0 +1,123 @@
+"""How wide each replica's next round is: as wide as it pays, down to 1, which is a round without speculation.
+
+Rounds are lockstep, so their duration is common: it is measured for the widest replica's width. What a replica has of its own
+is how often its proposals are right, and how many requests it has. So one width is chosen for all, that of the most tokens a
+second, and each replica then takes as little of it as gives it nearly as many tokens. Whoever has speculation off drafts one
+proposal now and then, which nobody verifies, and sees by the next tokens whether it would have been right (decision 12).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.contracts.geometry import verify_widths
+from services.contracts.ids import Replica
+from services.scheduler.decode.acceptance import Acceptance, Verdict
+from services.scheduler.decode.costs import RoundCosts
+
+MARGIN = 1.05  # a change of width promises this much more
+NEARLY = 0.97  # of the tokens that the common width would give: a replica leaves the rest
+REST, LONGEST_REST = 8, 64  # rounds between looks of a replica that is off; twice as many after each that shows nothing
+NEWCOMER_REST = 16  # at most, once there is someone whose text nobody has seen
+REFERENCE_AFTER = 128  # rounds without one of width 1: then it is measured again, for what is all of it worth
+REFERENCE_PLANS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """One replica's part of a round: rows verified of each window, and proposals drafted for the next."""
+
+    width: int
+    proposals: int
+
+
+IDLE = Width(1, 0)
+
+
+@dataclass(slots=True)
+class _Replica:
+    acceptance: Acceptance
+    target: int = 1
+    rest: int = REST
+    look_at: int = REST  # the round in which it looks again
+
+
+class Widths:
+    """The widths of one decode engine's rounds. Not adaptive: every round is as wide as it can be."""
+
+    def __init__(self, replicas: int, full: int, adaptive: bool):
+        self.ladder = verify_widths(full)
+        self._full, self._adaptive = full, adaptive
+        self._replicas = [_Replica(Acceptance(full), 1 if adaptive else full) for _ in range(replicas)]
+        self._costs = RoundCosts()
+        self._widest = 1  # the common width
+        self._references = 0  # plans left that only measure width 1
+        self._round = 0
+        self._steady: tuple[int, int] | None = None  # bucket and width of the round that is out, if it is one to measure
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """What each replica is meant to have, as of the last round."""
+        return tuple(it.target for it in self._replicas)
+
+    def plan(self, bucket: int, live: Sequence[int], windows: Sequence[int]) -> tuple[Width, ...]:
+        """The round that comes, by replica: `live` requests, whose shortest window has `windows` tokens."""
+        self._round += 1
+        self._costs.count(bucket)
+        if self._adaptive and self._full > 1:
+            self._choose(bucket, live)
+        off = [it for it, rows in zip(self._replicas, live, strict=True) if rows and it.target == 1 < self._full]
+        looking = any(self._round >= it.look_at for it in off)  # together: all of them wait for the round
+        parts = tuple(
+            self._part(it, window, looking) if rows else IDLE
+            for it, rows, window in zip(self._replicas, live, windows, strict=True)
+        )
+        width, following = max(part.width for part in parts), 1 + max(part.proposals for part in parts)
+        self._steady = (bucket, width) if width == following else None
+        return parts
+
+    def done(self, seconds: float, verdicts: Sequence[Sequence[Verdict]]) -> None:
+        """The round that was planned last took so long, and told this, by replica."""
+        if self._steady is not None and seconds > 0:
+            self._costs.measure(*self._steady, seconds)
+        for it, told in zip(self._replicas, verdicts, strict=True):
+            it.acceptance.add(told)
+            if it.target == 1 and told and 2 * sum(verdict.right for verdict in told) >= len(told):
+                it.look_at = self._round + 1  # at once again: a few such looks are enough to come back
+
+    def joined(self, replica: Replica) -> None:
+        """A newcomer, whose window came along."""
+        it = self._replicas[replica]
+        it.rest = min(it.rest, NEWCOMER_REST)
+        it.look_at = min(it.look_at, self._round + it.rest)
+
+    def _part(self, it: _Replica, window: int, looking: bool) -> Width:
+        width = max(width for width in self.ladder if width <= min(it.target, window))
+        if it.target > 1 or not looking:
+            return Width(width, it.target - 1)
+        it.rest = min(2 * it.rest, LONGEST_REST)
+        it.look_at = self._round + it.rest
+        return Width(width, 1)
+
+    def _choose(self, bucket: int, live: Sequence[int]) -> None:
+        common = self._common(bucket, live)
+        for it in self._replicas:
+            enough = NEARLY * it.acceptance.expected(common)
+            target = next(width for width in self.ladder if it.acceptance.expected(width) >= enough)
+            if target == 1 < it.target:
+                it.rest, it.look_at = REST, self._round + REST
+            it.target = target
+
+    def _common(self, bucket: int, live: Sequence[int]) -> int:
+        def rate(width: int) -> float:
+            tokens = sum(rows * it.acceptance.expected(width) for rows, it in zip(live, self._replicas, strict=True))
+            return tokens / self._costs.of(bucket, width)
+
+        best = max(self.ladder, key=rate)  # the narrowest of equals
+        if rate(best) > MARGIN * rate(self._widest):
+            self._widest = best
+        if self._widest > 1 and self._costs.age(bucket, 1) > REFERENCE_AFTER and not self._references:
+            self._references = REFERENCE_PLANS
+        if self._references:
+            self._references -= 1
+            return 1
+        return self._widest
