@@ -23,7 +23,8 @@ from pydantic import Field
 
 from k3mesh.client import Client
 from k3mesh.errors import ConfigError, MeshError
-from services.contracts.flags import FlagSet, refusal
+from services.contracts.flags import FlagSet, Integers, refusal
+from services.contracts.geometry import verify_widths
 from services.launch import up
 from services.launch.bench.load import Pass, Prompt, drive
 from services.launch.child import ROOT
@@ -35,6 +36,7 @@ from services.launch.tokenizer_files import SPECIAL_IDS
 HELD_OUT = Path(__file__).with_name("held_out.json")
 ALGORITHMS = {"dspark": "DSPARK", "nextn": "MTP"}
 RANDOM_PROMPTS, RANDOM_LENGTHS = 24, (16, 100, 400, 900)
+SEED = 1
 WARM_UP = {"max_tokens": 8, "temperature": 0}
 
 
@@ -51,6 +53,11 @@ class SpeculationArguments(FlagSet):
         default=str(HELD_OUT), description="JSON file with prompts, as held_out.json beside this command has them"
     )
     adversarial: bool = Field(default=False, description="random token ids instead, which no drafter can foresee")
+    random_lengths: Integers = Field(default=RANDOM_LENGTHS, description="tokens of the adversarial prompts, in turn")
+    temperature: float = Field(default=0.0, ge=0, description="answers are sampled, with a seed that is the same on both sides")
+    fixed_width: bool = Field(
+        default=False, description="every round at the full width, also where it costs more than it brings"
+    )
     num_prompts: int = Field(default=0, ge=0, description="so many of the prompts, from the first; 0: all")
     max_tokens: int = Field(default=64, ge=2, description="length of an answer, at most")
     concurrency: int = Field(default=4, ge=1, description="prompts at a time")
@@ -69,13 +76,15 @@ class Result:
     algorithm: str
     width: int
     adversarial: bool
+    temperature: float
+    fixed_width: bool
     prompts: int
     concurrency: int
     repeats: int
     max_tokens: int
     tokens: int  # of one pass
-    acceptance_length: float  # tokens of a request and round, the one that needs no drafter included
-    acceptance_per_position: list[float]  # share of windows whose first k proposals were right, k from 1
+    acceptance_length: float  # tokens of a request and round with proposals, the one that needs no drafter included
+    acceptance_per_position: list[float]  # of windows that had a k-th proposal, those whose first k were right; k from 1
     tokens_drafted: int
     tokens_accepted: int
     tokens_per_s_on: float
@@ -84,6 +93,7 @@ class Result:
     ratios: list[float]
     rounds_on: int
     rounds_off: int
+    rounds_by_width: dict[int, int]  # of a replica with requests, speculation on
     greedy_identical: bool
     differing_answers: int
 
@@ -94,9 +104,10 @@ def main(argv: list[str]) -> int:
     prompts = _prompts(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # leave by KeyboardInterrupt, through every finally
+    fixed = "--no-speculative-adaptive" if arguments.fixed_width else ""
     folder = Path(tempfile.mkdtemp(prefix="k3mesh-bench-"))
     try:
-        with _mesh(arguments, folder / "on", _drafter(arguments)) as on, _mesh(arguments, folder / "off", "") as off:
+        with _mesh(arguments, folder / "on", _drafter(arguments), fixed) as on, _mesh(arguments, folder / "off", "") as off:
             result = asyncio.run(_measure(arguments, prompts, on, off))
     except BaseException as error:
         if isinstance(error, MeshError) and not isinstance(error, ConfigError):
@@ -108,7 +119,7 @@ def main(argv: list[str]) -> int:
     print(json.dumps(asdict(result)) if arguments.as_json else "\n".join(_table(result)))
     if not result.greedy_identical:
         message = f"{result.differing_answers} of {result.prompts} answers differ between speculation on and off"
-        raise MeshError(f"{message}; speculation must not change a greedy token")
+        raise MeshError(f"{message}; speculation must not change a token")
     return 0
 
 
@@ -122,10 +133,10 @@ def _drafter(arguments: SpeculationArguments) -> str:
 
 
 @contextlib.contextmanager
-def _mesh(arguments: SpeculationArguments, folder: Path, drafter: str) -> Iterator[StateDir]:
-    """A mesh on free ports for as long as the block lasts, or this process."""
+def _mesh(arguments: SpeculationArguments, folder: Path, drafter: str, decode: str = "") -> Iterator[StateDir]:
+    """A mesh on free ports for as long as the block lasts, or this process. `decode`: more flags of that engine."""
     named = {"model": arguments.model, "topology": arguments.topology, "state_dir": str(folder)}
-    engines = {side: f"{getattr(arguments, side)} {drafter}".strip() for side in ("prefill", "decode")}
+    engines = {"prefill": f"{arguments.prefill} {drafter}".strip(), "decode": f"{arguments.decode} {drafter} {decode}".strip()}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in {**named, **engines}.items()]
     up_arguments = UpArguments.parse([*words, "--port", str(free_ports(1)[0])])
     up_arguments.engines()  # refuses what is wrong before any process starts
@@ -136,7 +147,10 @@ def _mesh(arguments: SpeculationArguments, folder: Path, drafter: str) -> Iterat
 
 async def _measure(arguments: SpeculationArguments, prompts: Sequence[Prompt], on: StateDir, off: StateDir) -> Result:
     """Drive the meshes in turn: on off, off on, on off …, after a short pass of each that does not count."""
-    options: dict[str, Any] = {"max_tokens": arguments.max_tokens, "temperature": 0, "ignore_eos": arguments.adversarial}
+    options: dict[str, Any] = {
+        "max_tokens": arguments.max_tokens, "temperature": arguments.temperature, "seed": SEED,
+        "ignore_eos": arguments.adversarial,
+    }  # fmt: skip
     passes: dict[str, list[Pass]] = {"on": [], "off": []}
     sides = {"on": on, "off": off}
     for side in sides.values():
@@ -166,19 +180,22 @@ def _result(arguments: SpeculationArguments, passes: dict[str, list[Pass]], on: 
     ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(passes["on"], passes["off"], strict=True)]
     truth, *others = [done.answers for done in (*passes["off"], *passes["on"])]
     differing = sum(any(answers[index] != answer for answers in others) for index, answer in enumerate(truth))
-    windows = max(1, on["windows"])
     return Result(
         model=arguments.model,
         algorithm=arguments.algorithm,
         width=arguments.width,
         adversarial=arguments.adversarial,
+        temperature=arguments.temperature,
+        fixed_width=arguments.fixed_width,
         prompts=len(truth),
         concurrency=arguments.concurrency,
         repeats=arguments.repeats,
         max_tokens=arguments.max_tokens,
         tokens=passes["off"][0].tokens,
-        acceptance_length=round(1 + on["tokens_accepted"] / windows, 4),
-        acceptance_per_position=[round(on[f"accepted_at_{k}"] / windows, 4) for k in range(1, arguments.width)],
+        acceptance_length=round(1 + on["tokens_accepted"] / max(1, on["windows"]), 4),
+        acceptance_per_position=[
+            round(on[f"accepted_at_{k}"] / max(1, on[f"drafted_at_{k}"]), 4) for k in range(1, arguments.width)
+        ],
         tokens_drafted=on["tokens_drafted"],
         tokens_accepted=on["tokens_accepted"],
         tokens_per_s_on=round(median(done.tokens_per_s for done in passes["on"]), 3),
@@ -187,6 +204,7 @@ def _result(arguments: SpeculationArguments, passes: dict[str, list[Pass]], on: 
         ratios=[round(ratio, 4) for ratio in ratios],
         rounds_on=on["rounds"],
         rounds_off=off["rounds"],
+        rounds_by_width={width: on[f"rounds_of_width_{width}"] for width in verify_widths(arguments.width)},
         greedy_identical=not differing,
         differing_answers=differing,
     )
@@ -198,7 +216,7 @@ def _prompts(arguments: SpeculationArguments) -> list[Prompt]:
         prefill, _ = MeshArguments.parse(["--model", arguments.model]).engines()
         ids = prefill.load_model_config().vocab_size - SPECIAL_IDS
         drawn = random.Random(1)
-        lengths = (RANDOM_LENGTHS * RANDOM_PROMPTS)[:RANDOM_PROMPTS]
+        lengths = (arguments.random_lengths * RANDOM_PROMPTS)[: arguments.num_prompts or RANDOM_PROMPTS]
         prompts = [Prompt([drawn.randrange(ids) for _ in range(length)]) for length in lengths]
     else:
         try:
@@ -212,6 +230,7 @@ def _prompts(arguments: SpeculationArguments) -> list[Prompt]:
 
 def _table(it: Result) -> list[str]:
     asked = f"{it.prompts} {'adversarial ' if it.adversarial else ''}prompts"
+    widths = "  ".join(f"{width}: {count}" for width, count in it.rounds_by_width.items())
     positions = "  ".join(f"{k}: {share:.1%}" for k, share in enumerate(it.acceptance_per_position, 1))
     same = "identical" if it.greedy_identical else f"{it.differing_answers} answers differ"
     return [
@@ -223,7 +242,8 @@ def _table(it: Result) -> list[str]:
         "",
         f"acceptance length    {it.acceptance_length:.2f} tokens a round, {it.tokens_accepted} of {it.tokens_drafted} right",
         f"first k were right   {positions}",
-        f"greedy tokens        {same}",
+        f"rounds of width      {widths}",
+        f"greedy tokens        {same}" if not it.temperature else f"sampled tokens       {same}",
     ]
 
 

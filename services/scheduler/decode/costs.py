@@ -4,7 +4,7 @@ from collections import Counter, deque
 from math import inf, log2
 from statistics import median
 
-KEPT = 5  # durations of one bucket and width
+KEPT = 7  # durations of one bucket and width
 FRESH = 256  # rounds of a bucket, until a duration counts no more
 GROWTH = 1.3  # of a round whose width doubles, until it is measured
 TRUSTED = 3  # durations that outweigh the guess; one alone may be an accident of its moment

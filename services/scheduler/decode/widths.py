@@ -14,7 +14,8 @@ from services.contracts.ids import Replica
 from services.scheduler.decode.acceptance import Acceptance, Verdict
 from services.scheduler.decode.costs import RoundCosts
 
-MARGIN = 1.05  # a change of width promises this much more
+MARGIN = 1.05  # a change of width promises this much more, and so does speculation as long as it stays on
+SURPRISE = 0.2  # a look whose proposals were right so much more often than expected is followed by another at once
 NEARLY = 0.97  # of the tokens that the common width would give: a replica leaves the rest
 REST, LONGEST_REST = 8, 64  # rounds between looks of a replica that is off; twice as many after each that shows nothing
 NEWCOMER_REST = 16  # at most, once there is someone whose text nobody has seen
@@ -80,9 +81,10 @@ class Widths:
         if self._steady is not None and seconds > 0:
             self._costs.measure(*self._steady, seconds)
         for it, told in zip(self._replicas, verdicts, strict=True):
+            first = [verdict.right for verdict in told if verdict.position == 1]
+            if it.target == 1 and first and sum(first) / len(first) > it.acceptance.expected(2) - 1 + SURPRISE:
+                it.look_at = self._round + 1
             it.acceptance.add(told)
-            if it.target == 1 and told and 2 * sum(verdict.right for verdict in told) >= len(told):
-                it.look_at = self._round + 1  # at once again: a few such looks are enough to come back
 
     def joined(self, replica: Replica) -> None:
         """A newcomer, whose window came along."""
@@ -110,7 +112,7 @@ class Widths:
     def _common(self, bucket: int, live: Sequence[int]) -> int:
         def rate(width: int) -> float:
             tokens = sum(rows * it.acceptance.expected(width) for rows, it in zip(live, self._replicas, strict=True))
-            return tokens / self._costs.of(bucket, width)
+            return tokens / self._costs.of(bucket, width) / (MARGIN if width > 1 else 1)
 
         best = max(self.ladder, key=rate)  # the narrowest of equals
         if rate(best) > MARGIN * rate(self._widest):
