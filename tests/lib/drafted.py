@@ -25,7 +25,7 @@ from services.worker.model.batch import ForwardBatch, Hop
 from services.worker.model.decoder import DecoderStage
 from services.worker.model.loader import load_stage_weights
 from services.worker.parallel.experts import GlooExperts
-from services.worker.parallel.groups import join
+from services.worker.parallel.groups import Groups, join
 from services.worker.prefill_step import PrefillStage
 from services.worker.speculative.build import build_drafter
 from services.worker.speculative.capture import Capture
@@ -169,17 +169,20 @@ class ForcedDrafter:
 
 
 class SpeculativeRank:
-    """A whole model with its drafter in one rank: prefill and decode share its caches, as if a handoff had copied them."""
+    """A whole model with its drafter in one rank: prefill and decode share its caches, as if a handoff had copied them. With
+    `groups` it is one rank of several replicas, which must all do the same at the same time."""
 
     PLACES, BLOCKS, SLOTS = 4, 40, 8
 
-    def __init__(self, target: Path, folder: Path | None, algorithm: str = "DSPARK", width: int = 8):
+    def __init__(
+        self, target: Path, folder: Path | None, algorithm: str = "DSPARK", width: int = 8, groups: Groups | None = None,
+    ):  # fmt: skip
         torch.set_num_threads(1)
         model = self.model = golden_model(str(target))
-        topology, dtype = topology_of(model), torch.float32
+        topology, dtype = topology_of(model, dp=groups.ep.size if groups else 1), torch.float32
         draft = read_draft(folder, model, algorithm) if folder else None
         layers, row = (draft.cache_layers, draft.mla_row) if draft else (0, 0)
-        geometry, place = Geometry(model, topology, "float32", layers, row), topology.place_of(0)
+        geometry, place = Geometry(model, topology, "float32", layers, row), topology.place_of(groups.ep.rank if groups else 0)
         self.pools = allocate(
             place_fields(
                 geometry, place, engine_id="test", engine_epoch=1, model_fingerprint="", num_blocks=self.BLOCKS,
@@ -187,7 +190,7 @@ class SpeculativeRank:
             )
         )  # fmt: skip
         self.caches = self.pools.caches
-        groups = join(topology, 0, "")
+        groups = groups or join(topology, 0, "")
         ops, _ = choose_ops(model, topology, "cpu", dtype, dtype)
         experts = GlooExperts(groups.ep, model.num_experts, 64)
         weights = load_stage_weights(target, model, topology, place, dtype)
@@ -235,14 +238,14 @@ class SpeculativeRank:
 
     def round(
         self, jobs: Sequence["Job"], installs: Sequence[PlaceInstall] = (), clears: Sequence[int] = (),
-        width: int | None = None, following: int | None = None,
+        width: int | None = None, following: int | None = None, widest: int = 0,
     ) -> RoundResult:  # fmt: skip
-        """One round of `width`, which drafts for one of `following`; both are full unless told."""
+        """One round of `width`, which drafts for one of `following`, both full unless told; `widest` is that of any replica."""
         live = tuple(sorted(job.place for job in jobs))
         self._rounds += 1
         mode, bucket, proposals = Mode.LOW_LATENCY_EAGER, self.PLACES, (following or self.width) - 1
         head = (self._rounds, bucket, mode, tuple(installs), tuple(clears), (), live)
-        return self.decode.execute(RoundPlan(*head, width or self.width, proposals, proposals))
+        return self.decode.execute(RoundPlan(*head, width or self.width, proposals, max(proposals, widest - 1)))
 
     def generate(
         self, job: "Job", count: int, chunks: Sequence[int] = (), widths: Iterator[int] | None = None
