@@ -222,18 +222,20 @@ class Reserve(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., room: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_hash: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
-    __slots__ = ("room", "accepted", "replica", "prefix_tokens", "failure")
+    __slots__ = ("room", "accepted", "replica", "prefix_tokens", "failure", "proposals")
     ROOM_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     room: int
     accepted: bool
     replica: int
     prefix_tokens: int
     failure: _common_pb2.Failure
-    def __init__(self, room: _Optional[int] = ..., accepted: _Optional[bool] = ..., replica: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
+    proposals: int
+    def __init__(self, room: _Optional[int] = ..., accepted: _Optional[bool] = ..., replica: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., proposals: _Optional[int] = ...) -> None: ...
 
 class CapacityFreed(_message.Message):
     __slots__ = ()

@@ -84,7 +84,7 @@ class PrefillStep(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[ChunkRow, _Mapping]]] = ...) -> None: ...
 
 class ChunkRow(_message.Message):
-    __slots__ = ("request_id", "room", "start", "end", "last", "tokens", "new_blocks", "slot", "sampling", "prefix_tokens", "next_token")
+    __slots__ = ("request_id", "room", "start", "end", "last", "tokens", "new_blocks", "slot", "sampling", "prefix_tokens", "next_token", "proposals")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,7 @@ class ChunkRow(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     room: int
     start: int
@@ -107,7 +108,8 @@ class ChunkRow(_message.Message):
     sampling: _common_pb2.Sampling
     prefix_tokens: int
     next_token: int
-    def __init__(self, request_id: _Optional[str] = ..., room: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., last: _Optional[bool] = ..., tokens: _Optional[bytes] = ..., new_blocks: _Optional[_Iterable[int]] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., next_token: _Optional[int] = ...) -> None: ...
+    proposals: int
+    def __init__(self, request_id: _Optional[str] = ..., room: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., last: _Optional[bool] = ..., tokens: _Optional[bytes] = ..., new_blocks: _Optional[_Iterable[int]] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., next_token: _Optional[int] = ..., proposals: _Optional[int] = ...) -> None: ...
 
 class StepDone(_message.Message):
     __slots__ = ("step_id", "stage", "started", "ended", "first_tokens")

@@ -32,6 +32,7 @@ from services.worker.wire import (
 )
 
 TOKEN_BYTES = 4  # little-endian uint32
+PADDING = 0  # in a window, behind the proposals that were asked for
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class PrefillStage:
     ):
         self._stage, self._boundary, self._post, self._drafter = stage, boundary, post, drafter
         self._index, self._producer_steps, self._interval = index, producer_steps, interval
-        self._draft_steps = Steps(verify_width - 1, verify_width - 1)
+        self._verify_width = verify_width
         self._rooms: dict[int, RoomState] = {}
         self._blocks, self._steps, self._tokens = 0, 0, 0
 
@@ -159,8 +160,11 @@ class PrefillStage:
         if self._drafter is not None:
             assert capture is not None
             heads = batch.cu_seqlens[1:].long()[ends] - 1
-            proposals = self._drafter.draft(batch, hidden, capture, _following(rows, batch, tokens), heads, self._draft_steps)
-            windows = [(token, *drafted) for token, drafted in zip(tokens, proposals.tolist(), strict=True)]
+            most = max((rows[index].proposals for index in ends), default=0)
+            following = _following(rows, batch, tokens)
+            proposals = self._drafter.draft(batch, hidden, capture, following, heads, Steps(most, most)).tolist()
+            padding = [PADDING] * (self._verify_width - 1 - most)
+            windows = [(token, *drafted, *padding) for token, drafted in zip(tokens, proposals, strict=True)]
             barriers.passed(self._producer_steps - 1)
         done: list[FirstToken] = []
         for index, token, window in zip(ends, tokens, windows, strict=True):

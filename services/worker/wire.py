@@ -25,6 +25,7 @@ class ChunkRow:
     sampling: Sampling | None
     prefix_tokens: int
     next_token: int = 0  # at position `end`; nothing on the last chunk
+    proposals: int = 0  # to be drafted on the last chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ def _chunk_row(row: worker_pb2.ChunkRow) -> ChunkRow:
         sampling=_sampling(row.sampling) if row.HasField("sampling") else None,
         prefix_tokens=row.prefix_tokens,
         next_token=row.next_token,
+        proposals=row.proposals,
     )
 
 

@@ -118,6 +118,20 @@ def test_rounds_of_width_1_leave_the_states_of_decoding_one_by_one(plain: Specul
         assert near(state, pool[again.slot])
 
 
+@pytest.mark.parametrize("proposals", [0, 1, 2])
+def test_prefill_drafts_as_many_proposals_as_it_is_asked_for(plain: SpeculativeRank, rank: SpeculativeRank, proposals: int):
+    job = Job(prompt_of(140, 14))
+    whole, part = (rank.start(job, [128], proposals=count) for count in (rank.width - 1, proposals))
+    padding = (0,) * (rank.width - 1 - proposals)
+    assert (part.token, part.window[0], part.window[1 + proposals :]) == (whole.token, whole.token, padding)
+    assert len(part.window) == rank.width and (proposals == 0 or part.window[1] != 0)
+    wanted, _ = plain.generate(job, 6)
+    tokens = [part.token, *rank.round([job], [rank.install(job, part)]).tokens[0].tokens]
+    tokens += rank.round([job]).tokens[0].tokens
+    rank.round([], clears=[job.place])
+    assert tokens[:3] == wanted[:3]
+
+
 def test_a_round_wider_than_its_windows_is_refused(dspark: SpeculativeRank):
     job = Job(prompt_of(9), slot=6)
     installs = [dspark.install(job, dspark.start(job))]

@@ -38,6 +38,7 @@ class ModelRoom:
     manifest: Manifest | None = None
     unready: set[GlobalRank] = field(default_factory=set)
     undrained: set[GlobalRank] = field(default_factory=set)
+    proposals: int = 0  # that its window was asked to have
     anchor: ev.AgentRankReady | None = None  # what all ranks report
     truth: list[Token] = field(default_factory=list)  # what the model really said: the anchor, then the rounds' tokens
     published: list[Token] = field(default_factory=list)
@@ -237,6 +238,8 @@ class DecodeWorld:
             match effect:
                 case ev.AnswerReserve(accepted=accepted, failure=failure, pair=pair):
                     assert not (accepted and failure)
+                    if accepted:
+                        self.rooms[effect.room].proposals = effect.proposals
                     if not accepted and failure is None:
                         self.refused.add(pair)
                 case ev.CapacityFreed(pair):
@@ -308,7 +311,7 @@ class DecodeWorld:
                 assert model.manifest is not None and model.anchor is not None
                 assert install.blocks[: len(model.manifest.blocks)] == model.manifest.blocks
                 assert install.slot == model.manifest.slot and install.window == model.anchor.window
-                self.windows[install.room] = len(install.window)
+                self.windows[install.room] = 1 + model.proposals  # padding behind them
                 places[install.place] = ModelPlace(install.room, list(install.blocks), install.slot, install.position)
             for delta in part.deltas:
                 places[delta.place].blocks += delta.blocks

@@ -215,8 +215,8 @@ class SpeculativeRank:
         )  # fmt: skip
         self._steps, self._rounds = 0, 0
 
-    def start(self, job: "Job", chunks: Sequence[int] = ()) -> FirstToken:
-        """The prompt through prefill, in chunks that end at `chunks` and at its end."""
+    def start(self, job: "Job", chunks: Sequence[int] = (), proposals: int | None = None) -> FirstToken:
+        """The prompt through prefill, in chunks that end at `chunks` and at its end; a full window unless told."""
         done = None
         bounds = [0, *chunks, len(job.prompt)]
         for start, end in pairwise(bounds):
@@ -227,6 +227,7 @@ class SpeculativeRank:
             row = ChunkRow(
                 f"r{job.place}", job.room, start, end, last, _packed(job.prompt[start:end]), job.blocks[known:count], job.slot,
                 job.rule if last else None, 0, 0 if last else job.prompt[end],
+                self.width - 1 if proposals is None else proposals,
             )  # fmt: skip
             done = self.prefill.execute(PrefillStep(self._steps, (row,)))
         self.prefill.execute(ForgetRooms((job.room,)))

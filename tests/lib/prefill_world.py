@@ -17,6 +17,7 @@ from services.scheduler.prefill.planner import PrefillPlanner
 
 END = Token(7)  # the model's end token
 OTHER = Token(8)
+PROPOSALS = 5  # that D asks for
 
 
 def limits(**changes: Any) -> Limits:
@@ -202,6 +203,7 @@ class World:
         width = self.limits.verify_width if row.last else 0
         assert len(self.tables[row.room]) == -(-(row.end + width) // 128), "blocks for the chunk, no more"
         self.chunk_ends[row.room] = row.end
+        assert row.proposals == PROPOSALS, "not what D asked for"
         if row.last:
             stops = client.request.sampling.stop_token_ids
             self.tokens[row.room] = stops[0] if stops else END if client.request.prompt_tokens % 3 == 0 else OTHER
@@ -225,15 +227,15 @@ class World:
         question = self.questions.popleft()
         room = question.room
         if refuse is not None:
-            self.from_decode.append(ev.ReserveAnswered(room, False, Replica(0), 0, refuse))
+            self.from_decode.append(ev.ReserveAnswered(room, False, Replica(0), 0, 0, refuse))
         elif len(self.on_decode) >= self.places:
             self.owes_capacity = True
-            self.from_decode.append(ev.ReserveAnswered(room, False, Replica(0), 0))
+            self.from_decode.append(ev.ReserveAnswered(room, False, Replica(0), 0, 0))
         else:
             self.on_decode[room] = "reserved"
             self.accepted.add(room)
             self.offers |= {(room, GlobalRank(rank)) for rank in range(self.limits.ranks)}
-            self.from_decode.append(ev.ReserveAnswered(room, True, Replica(0), 0))
+            self.from_decode.append(ev.ReserveAnswered(room, True, Replica(0), 0, proposals=PROPOSALS))
         return True
 
     def hear_decode(self) -> bool:

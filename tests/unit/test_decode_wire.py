@@ -48,10 +48,11 @@ def test_a_reservation_and_a_cancel_come_off_the_wire():
 def test_answers_to_prefill_keep_refused_for_now_and_refused_for_good_apart():
     later = wire.to_prefill(ev.AnswerReserve(ev.Pair(1), ROOM, accepted=False)).reserved
     never = wire.to_prefill(ev.AnswerReserve(ev.Pair(1), ROOM, accepted=False, failure=FAILURE)).reserved
-    granted = wire.to_prefill(ev.AnswerReserve(ev.Pair(1), ROOM, accepted=True, replica=Replica(3))).reserved
+    granted = wire.to_prefill(ev.AnswerReserve(ev.Pair(1), ROOM, accepted=True, replica=Replica(3), proposals=7)).reserved
     assert (later.accepted, later.HasField("failure"), later.room) == (False, False, ROOM)
     assert (never.accepted, never.failure.detail) == (False, "PD_BYTES")
     assert (granted.accepted, granted.replica, granted.HasField("failure")) == (True, 3, False)
+    assert (granted.proposals, later.proposals) == (7, 0)
     cancelled, failed = (wire.to_prefill(ev.RoomEnded(ev.Pair(1), ROOM, it)).ended for it in (None, FAILURE))
     assert not cancelled.HasField("failure") and failed.failure.code == "transfer_failed"
 

@@ -563,7 +563,7 @@ def test_messages_about_a_room_that_is_over_are_ignored():
     for late in (
         ev.RoomReady(GlobalRank(0), Room(5)),
         ev.Drained(GlobalRank(0), Room(5)),
-        ev.ReserveAnswered(Room(5), True, Replica(0), 0),
+        ev.ReserveAnswered(Room(5), True, Replica(0), 0, 0),
         ev.RoomEnded(Room(5)),
     ):
         world.post(late)

@@ -54,6 +54,11 @@ class Acceptance:
         self._tried = [0.0] * (width - 1)
         self._right = [0.0] * (width - 1)
 
+    @property
+    def known(self) -> bool:
+        """Whether there was ever a verdict."""
+        return any(self._tried)
+
     def add(self, verdicts: Sequence[Verdict]) -> None:
         """One round's."""
         if not verdicts:

@@ -45,12 +45,14 @@ class Arrivals:
             reserved_at=rooms.now,
             deadline=rooms.now + timeout,
             attach_by=rooms.now + ATTACH_S,
+            proposals=rooms.widths.worth_drafting(holding.replica),
             state=Reserved(holding),
         )
         rooms.write(request, State.RESERVED, report.reserved(request, shape, holding))
         wanted = manifest(asked, shape, rooms.pools[holding.replica], holding, timeout)
         rooms.emit(ev.ExpectManifest(shape.ranks_of(holding.replica), wanted))
-        rooms.emit(ev.AnswerReserve(asked.pair, asked.room, accepted=True, replica=holding.replica))
+        accepted = ev.AnswerReserve(asked.pair, asked.room, True, holding.replica, proposals=request.proposals)
+        rooms.emit(accepted)
         return False
 
     def _refusal(self, asked: ev.ReserveAsked, draining: bool) -> ev.Failure | None:
@@ -101,10 +103,11 @@ class Arrivals:
             order=self._installs,
             position=request.asked.prompt_tokens,
             window=window,
+            usable=1 + request.proposals,
             cached_tokens=max(ready.cached_tokens for ready in state.arrivals.values()),
             installed_at=self._rooms.now,
             last_token_at=self._rooms.now,
-            guesses=Guesses(window[1:]),
+            guesses=Guesses(window[1 : 1 + request.proposals]),
         )
         request.state = Installed(state.holding, progress)
         self._rooms.residents[state.holding.replica][request.room] = request

@@ -184,6 +184,7 @@ class AnswerReserve:
     accepted: bool
     replica: Replica | None = None
     failure: Failure | None = None
+    proposals: int = 0  # worth drafting for its window
 
 
 @dataclass(frozen=True, slots=True)

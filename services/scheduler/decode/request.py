@@ -59,6 +59,7 @@ class Progress:
     order: int  # of installation: the newest has the largest
     position: int  # of the anchor, whose rows are not in the cache yet
     window: tuple[Token, ...]
+    usable: int  # tokens of the window, the anchor among them; behind them is padding
     cached_tokens: int
     installed_at: float
     last_token_at: float
@@ -130,6 +131,7 @@ class Request:
     reserved_at: float
     deadline: float
     attach_by: float
+    proposals: int  # that its window was asked to have; the rest of it is padding
     state: AnyState
     client: Client | None = None  # the stream that follows it now
     attached: bool = False  # there was one; it does not come back

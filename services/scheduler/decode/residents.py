@@ -67,7 +67,7 @@ class Residents:
         progress.rounds += 1
         tokens, end = request.accept(progress, entry.tokens)
         progress.position += len(entry.tokens)
-        progress.window = entry.window
+        progress.window, progress.usable = entry.window, len(entry.window)
         progress.guesses.propose(entry.window[1:])
         progress.last_token_at = self._rooms.now
         self._rooms.publish(request, tokens)

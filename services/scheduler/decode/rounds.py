@@ -109,11 +109,11 @@ def _changes(
 
 
 def _shortest_window(requests: Iterable[Request]) -> int:
-    """Tokens that every request's window has; 1 where nobody is."""
+    """Tokens of every request's window, padding not counted; 1 where nobody is."""
     lengths: list[int] = []
     for request in requests:
         assert isinstance(request.state, Installed | Decoding)
-        lengths.append(len(request.state.progress.window))
+        lengths.append(request.state.progress.usable)
     return min(lengths, default=1)
 
 

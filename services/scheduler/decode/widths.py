@@ -86,6 +86,12 @@ class Widths:
                 it.look_at = self._round + 1
             it.acceptance.add(told)
 
+    def worth_drafting(self, replica: Replica) -> int:
+        """Proposals of the window that a newcomer is to bring along: as many as it would be asked for here. All of them where
+        nothing is known yet, so that something becomes known at no cost of a round."""
+        it = self._replicas[replica]
+        return (it.target if it.acceptance.known else self._full) - 1
+
     def joined(self, replica: Replica) -> None:
         """A newcomer, whose window came along."""
         it = self._replicas[replica]

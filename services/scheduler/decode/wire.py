@@ -89,7 +89,9 @@ def to_prefill(it: ToPrefill) -> request_pb2.DecodeToPrefill:
             return request_pb2.DecodeToPrefill(hello=hello)
         case ev.AnswerReserve():
             told = failure(it.failure) if it.failure else None
-            reply = request_pb2.ReserveReply(room=it.room, accepted=it.accepted, replica=it.replica or 0, failure=told)
+            reply = request_pb2.ReserveReply(
+                room=it.room, accepted=it.accepted, replica=it.replica or 0, failure=told, proposals=it.proposals
+            )
             return request_pb2.DecodeToPrefill(reserved=reply)
         case ev.CapacityFreed():
             return request_pb2.DecodeToPrefill(capacity=request_pb2.CapacityFreed())

@@ -113,8 +113,9 @@ def _chunk(request: Request, budget: Budget, roster: Roster) -> ChunkRow | None:
     state.next = end
     state.in_flight += 1
     return ChunkRow(
-        request.request_id, request.room, start, end, last, new, state.holding.slot, request.sampling, request.prefix_tokens
-    )
+        request.request_id, request.room, start, end, last, new, state.holding.slot, request.sampling, request.prefix_tokens,
+        request.proposals,
+    )  # fmt: skip
 
 
 def align_down(tokens: int) -> int:

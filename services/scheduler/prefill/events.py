@@ -63,6 +63,7 @@ class ReserveAnswered:
     accepted: bool
     replica: Replica
     prefix_tokens: int  # what D already holds
+    proposals: int  # that D would verify
     failure: Failure | None = None
 
 
@@ -286,6 +287,7 @@ class ChunkRow:
     slot: SlotId
     sampling: Sampling
     prefix_tokens: int  # what D already holds: not sent
+    proposals: int  # to be drafted behind the prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,6 +165,7 @@ class PrefillPlanner:
         assert isinstance(state, Reserving)
         if event.accepted:
             request.replica, request.prefix_tokens = event.replica, event.prefix_tokens
+            request.proposals = event.proposals
             request.timeline.reserved = roster.now
             if state.then is State.BOOTSTRAPPING:
                 self._bootstrap(request, state)

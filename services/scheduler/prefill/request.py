@@ -130,6 +130,7 @@ class Request:
     decode: str = ""  # the engine that holds a place for this attempt
     replica: Replica = FIRST_REPLICA
     prefix_tokens: int = 0
+    proposals: int = 0
     transfers_failed: int = 0
     failure: Failure | None = None  # why it is over
     told: bool = False  # its client has had the last word

@@ -146,6 +146,7 @@ def from_decode(message: request_pb2.DecodeToPrefill) -> FromDecode | None:
                 accepted=reply.accepted,
                 replica=Replica(reply.replica),
                 prefix_tokens=reply.prefix_tokens,
+                proposals=reply.proposals,
                 failure=read_failure(reply.failure) if reply.HasField("failure") else None,
             )
         case "capacity":
@@ -181,6 +182,7 @@ def step_command(step: ev.PrefillStep, prompt: Callable[[RequestId], bytes], fen
             sampling=sampling(row.sampling) if row.last else None,
             prefix_tokens=row.prefix_tokens,
             next_token=int.from_bytes(tokens(row, row.end, row.end + 1), "little"),
+            proposals=row.proposals if row.last else 0,
         )
         for row in step.rows
     ]
