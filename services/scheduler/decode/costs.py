@@ -1,6 +1,7 @@
 """What a lockstep round takes, by bucket and by the width of its widest replica: everyone waits for that one."""
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from math import inf, log2
 from statistics import median
 
@@ -30,24 +31,33 @@ class RoundCosts:
         kept = self._durations.get((bucket, width))
         return self._rounds[bucket] - kept[-1][0] if kept else inf
 
+    def confidence(self, bucket: int, width: int) -> float:
+        """0 to 1: how much was measured of what is kept at most."""
+        return len(self._durations.get((bucket, width), ())) / KEPT
+
     def of(self, bucket: int, width: int) -> float:
-        """The median of what was measured lately; where that is little, drawn towards what the nearest measured width says."""
+        """What it takes undisturbed, of what was measured lately; where that is little, drawn towards the nearest width."""
         own = self._recent(bucket, width)
         if len(own) < TRUSTED:
-            own += [self._guess(bucket, width)] * (TRUSTED - 1)
-        return median(own)
+            return median([*own, *[self._guess(bucket, width)] * (TRUSTED - 1)])
+        return _undisturbed(own)
 
     def _guess(self, bucket: int, width: int) -> float:
         """From the width next to it that was measured more often; from this one itself if there is none."""
         others = {of: self._recent(bucket, of) for at, of in self._durations if at == bucket}
         near = [of for of, seconds in others.items() if seconds and (of != width)]
         if others.get(width) and not any(len(others[of]) >= TRUSTED for of in near):
-            return median(others[width])
+            return _undisturbed(others[width])
         if not near:
             return GROWTH ** log2(width)
         nearest = min(near, key=lambda of: (abs(log2(of / width)), of))
-        return median(others[nearest]) * GROWTH ** log2(width / nearest)
+        return _undisturbed(others[nearest]) * GROWTH ** log2(width / nearest)
 
     def _recent(self, bucket: int, width: int) -> list[float]:
         kept = self._durations.get((bucket, width), ())
         return [seconds for number, seconds in kept if self._rounds[bucket] - number < FRESH]
+
+
+def _undisturbed(seconds: Sequence[float]) -> float:
+    """The lower quartile: what disturbs a round only ever makes it longer."""
+    return sorted(seconds)[len(seconds) // 4]

@@ -19,7 +19,7 @@ SURPRISE = 0.2  # a look whose proposals were right so much more often than expe
 NEARLY = 0.97  # of the tokens that the common width would give: a replica leaves the rest
 REST, LONGEST_REST = 8, 64  # rounds between looks of a replica that is off; twice as many after each that shows nothing
 NEWCOMER_REST = 16  # at most, once there is someone whose text nobody has seen
-REFERENCE_AFTER = 128  # rounds without one of width 1: then it is measured again, for what is all of it worth
+REFERENCE_AFTER = 64  # rounds without one of width 1, fewer while little is known of it: then it is measured again
 REFERENCE_PLANS = 3
 
 
@@ -123,7 +123,8 @@ class Widths:
         best = max(self.ladder, key=rate)  # the narrowest of equals
         if rate(best) > MARGIN * rate(self._widest):
             self._widest = best
-        if self._widest > 1 and self._costs.age(bucket, 1) > REFERENCE_AFTER and not self._references:
+        due = self._costs.age(bucket, 1) > REFERENCE_AFTER * self._costs.confidence(bucket, 1)
+        if self._widest > 1 and due and not self._references:
             self._references = REFERENCE_PLANS
         if self._references:
             self._references -= 1
