@@ -40,7 +40,7 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         deepen(drafter)
         words += f" --speculative-draft-model-path {drafter}"
     prefill, decode = "--chunked-prefill-size 128 --num-blocks 33", "--max-num-seqs 8 --num-blocks 33"
-    with running_mesh(target, f"--prefill={prefill} {words}", f"--decode={decode} {words}") as mesh:
+    with running_mesh(target, f"--prefill={prefill} {words}", f"--decode={decode} {words} --no-speculative-adaptive") as mesh:
         yield mesh
 
 
