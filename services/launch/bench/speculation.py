@@ -99,7 +99,8 @@ class Result:
 
 
 def main(argv: list[str]) -> int:
-    """Return 0 if both meshes gave the same tokens, 1 if not. Logs stay behind only after a failure."""
+    """Return 0 if both meshes gave the same tokens, 1 if greedy ones differ: a sampled one may where a coin falls on the edge
+    that a batch's rounding moves. Logs stay behind only after a failure."""
     arguments = SpeculationArguments.parse(argv, "k3mesh bench speculation")
     prompts = _prompts(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -117,9 +118,9 @@ def main(argv: list[str]) -> int:
         raise
     shutil.rmtree(folder)
     print(json.dumps(asdict(result)) if arguments.as_json else "\n".join(_table(result)))
-    if not result.greedy_identical:
+    if not result.greedy_identical and not result.temperature:
         message = f"{result.differing_answers} of {result.prompts} answers differ between speculation on and off"
-        raise MeshError(f"{message}; speculation must not change a token")
+        raise MeshError(f"{message}; speculation must not change a greedy token")
     return 0
 
 
