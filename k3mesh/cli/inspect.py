@@ -95,6 +95,9 @@ def _timeline(state: Entry, log: Sequence[Entry], start: float) -> list[str]:
     if "ready_seconds" in state:
         held = f", then {_ms(state['held_seconds'])} until the first chunk went"
         lines.append(f"reserved   {_ms(state['ready_seconds'])} until all prefill ranks were ready{held}")
+    cached, kept = state.get("cached_tokens", "0"), state.get("prefix_tokens", "0")
+    if (cached, kept) != ("0", "0"):
+        lines.append(f"cached     {cached} prompt tokens were not computed, rows of {kept} were at D already")
     for stage, first, end, started, ended in json.loads(state.get("chunks", "[]")):
         moment = (started - start) * 1000
         lines.append(

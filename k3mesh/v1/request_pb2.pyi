@@ -204,7 +204,7 @@ class DecodeHello(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., client_address: _Optional[str] = ..., replicas: _Optional[int] = ..., tp_size: _Optional[int] = ..., verify_width: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_request_tokens: _Optional[int] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("request_id", "room", "attempt", "prompt_tokens", "prompt_hash", "sampling", "timeout_ms")
+    __slots__ = ("request_id", "room", "attempt", "prompt_tokens", "prompt_hash", "sampling", "timeout_ms", "block_keys", "tail")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +212,8 @@ class Reserve(_message.Message):
     PROMPT_HASH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     room: int
     attempt: int
@@ -219,7 +221,9 @@ class Reserve(_message.Message):
     prompt_hash: bytes
     sampling: _common_pb2.Sampling
     timeout_ms: int
-    def __init__(self, request_id: _Optional[str] = ..., room: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_hash: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    block_keys: _containers.RepeatedScalarFieldContainer[bytes]
+    tail: bytes
+    def __init__(self, request_id: _Optional[str] = ..., room: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_hash: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., block_keys: _Optional[_Iterable[bytes]] = ..., tail: _Optional[bytes] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("room", "accepted", "replica", "prefix_tokens", "failure", "proposals")

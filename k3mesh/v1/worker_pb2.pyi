@@ -52,7 +52,7 @@ class Introduce(_message.Message):
     def __init__(self, scheduler: _Optional[str] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("engine_id", "engine_epoch", "rank", "num_blocks", "num_slots", "model_fingerprint", "model_name", "vocab_size", "end_token_ids", "max_position")
+    __slots__ = ("engine_id", "engine_epoch", "rank", "num_blocks", "num_slots", "model_fingerprint", "model_name", "vocab_size", "end_token_ids", "max_position", "draft_fingerprint")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class WorkerHello(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_POSITION_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     engine_epoch: int
     rank: int
@@ -73,7 +74,8 @@ class WorkerHello(_message.Message):
     vocab_size: int
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_position: int
-    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., rank: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_slots: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., max_position: _Optional[int] = ...) -> None: ...
+    draft_fingerprint: str
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., rank: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_slots: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., max_position: _Optional[int] = ..., draft_fingerprint: _Optional[str] = ...) -> None: ...
 
 class PrefillStep(_message.Message):
     __slots__ = ("step_id", "rows")
@@ -84,7 +86,7 @@ class PrefillStep(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[ChunkRow, _Mapping]]] = ...) -> None: ...
 
 class ChunkRow(_message.Message):
-    __slots__ = ("request_id", "room", "start", "end", "last", "tokens", "new_blocks", "slot", "sampling", "prefix_tokens", "next_token", "proposals")
+    __slots__ = ("request_id", "room", "start", "end", "last", "tokens", "new_blocks", "slot", "sampling", "prefix_tokens", "next_token", "load_slot", "save_slot", "proposals")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ROOM_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +98,8 @@ class ChunkRow(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LOAD_SLOT_FIELD_NUMBER: _ClassVar[int]
+    SAVE_SLOT_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     room: int
@@ -108,8 +112,10 @@ class ChunkRow(_message.Message):
     sampling: _common_pb2.Sampling
     prefix_tokens: int
     next_token: int
+    load_slot: int
+    save_slot: int
     proposals: int
-    def __init__(self, request_id: _Optional[str] = ..., room: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., last: _Optional[bool] = ..., tokens: _Optional[bytes] = ..., new_blocks: _Optional[_Iterable[int]] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., next_token: _Optional[int] = ..., proposals: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., room: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., last: _Optional[bool] = ..., tokens: _Optional[bytes] = ..., new_blocks: _Optional[_Iterable[int]] = ..., slot: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.Sampling, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., next_token: _Optional[int] = ..., load_slot: _Optional[int] = ..., save_slot: _Optional[int] = ..., proposals: _Optional[int] = ...) -> None: ...
 
 class StepDone(_message.Message):
     __slots__ = ("step_id", "stage", "started", "ended", "first_tokens")

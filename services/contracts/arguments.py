@@ -77,6 +77,7 @@ class EngineArguments(FlagSet):
     max_model_len: int = Field(default=8192, ge=2, description="prompt and answer together, tokens")
     num_blocks: int = Field(default=UNSET, ge=2, description="each rank's cache blocks of 128 tokens, block 0 included")
     num_slots: int = Field(default=UNSET, ge=2, description="each rank's KDA slots, slot 0 included")
+    enable_prefix_caching: bool = Field(default=True, description="keep cache blocks for prompts that begin alike")
     disable_kvstore: bool = Field(default=False, description="no offload store of cache blocks (there is none here)")
     mm_encoder_tp_mode: Literal["weights", "data"] = Field(default="weights", description="vision encoder placement (prefill)")
 
@@ -183,9 +184,12 @@ class EngineArguments(FlagSet):
     def cache_size(self, geometry: Geometry) -> tuple[int, int]:
         """(blocks, slots) of one rank, null block and slot included.
 
-        Derived: a slot for each request of a replica, and blocks for as many full-length requests, bounded by CACHE_BYTES.
+        Derived: a slot for each request of a replica, for prefill's prefix cache as many again while those take no more than a
+        quarter of CACHE_BYTES, and blocks for as many full-length requests, bounded by CACHE_BYTES.
         """
-        slots = self.num_slots or self.replica_seqs + 1
+        caching = self.enable_prefix_caching and self.disaggregation_mode == "prefill"
+        checkpoints = min(self.replica_seqs, CACHE_BYTES // 4 // max(1, geometry.slot_bytes)) if caching else 0
+        slots = self.num_slots or self.replica_seqs + checkpoints + 1
         if self.num_blocks:
             return self.num_blocks, slots
         one = blocks_for(self.max_model_len + rows_ahead(self.verify_width))

@@ -10,6 +10,7 @@ Place = NewType("Place", int)  # a sequence place of one decode replica, 0..per_
 Replica = NewType("Replica", int)
 GlobalRank = NewType("GlobalRank", int)
 Token = NewType("Token", int)
+BlockKey = NewType("BlockKey", bytes)  # names the tokens of a full block and all before it
 
 NULL_BLOCK = BlockId(0)
 NULL_SLOT = SlotId(0)

@@ -36,6 +36,8 @@ class Metrics:
             "k3mesh_e2e_request_latency_seconds", "Of finished requests.", ["endpoint"], registry=to, buckets=WHOLE_BUCKETS
         )
         self.prompt_tokens = Counter("k3mesh_prompt_tokens", "Prompt tokens of finished requests.", registry=to)
+        self.cache_queries = Counter("k3mesh_prefix_cache_queries", "Prompt tokens looked up in the cache.", registry=to)
+        self.cache_hits = Counter("k3mesh_prefix_cache_hits", "Prompt tokens that were not computed.", registry=to)
         self.generation_tokens = Counter("k3mesh_generation_tokens", "Tokens generated.", registry=to)
         self.acceptance_length = Histogram(
             "k3mesh_spec_decode_acceptance_length", "Tokens of a decode round with proposals, mean of an answer.",
@@ -55,6 +57,8 @@ class Metrics:
         if outcome == "finished":
             self.whole.labels(endpoint).observe(time.monotonic() - started)
             self.prompt_tokens.inc(usage.prompt_tokens)
+            self.cache_queries.inc(usage.prompt_tokens)
+            self.cache_hits.inc(usage.cached_tokens)
 
     def drafts(self, it: Drafts) -> None:
         """What was drafted for an answer that has ended."""

@@ -17,6 +17,7 @@ from services.contracts.ids import GlobalRank, Room
 from services.contracts.messages import Failure
 from services.runtime.channels import open_channel
 from services.scheduler import wire
+from services.scheduler.block_keys import BlockKeys
 from services.scheduler.streams import Drive
 
 Hello = TypeVar("Hello", wire.WorkerHello, wire.AgentHello)
@@ -56,6 +57,14 @@ class EngineFleet:
         """What all leaders agree on, with the smallest pools. After start()."""
         assert self._hello is not None
         return self._hello
+
+    def block_keys(self) -> BlockKeys | None:
+        """How cached blocks are named, by everything that their rows depend on beside the tokens. After start()."""
+        arguments, hello = self._arguments, self.hello
+        if not arguments.enable_prefix_caching:
+            return None
+        salt = (hello.model_fingerprint, hello.draft_fingerprint, arguments.compute_dtype, arguments.cache_dtype)
+        return BlockKeys(*salt, tokens_ahead=1 if arguments.speculative_algorithm == "MTP" else 0)
 
     async def start(self) -> None:
         """Introduce ourselves to all of them. EngineLost if one does not answer in time, ConfigError if they disagree."""
@@ -137,7 +146,7 @@ class EngineFleet:
                         f"rank {rank} lives in epoch {hello.engine_epoch} and rank {first.rank} in {first.engine_epoch}; "
                         "restart the engine as a whole"
                     )
-        for name in ("model_fingerprint", "model_name", "vocab_size", "end_token_ids"):
+        for name in ("model_fingerprint", "draft_fingerprint", "model_name", "vocab_size", "end_token_ids"):
             values = {getattr(hello, name) for hello in workers}
             if len(values) > 1:
                 raise ConfigError(f"the workers of {first.engine_id} disagree on {name}: {values}; give them one checkpoint")

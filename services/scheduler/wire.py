@@ -33,6 +33,7 @@ class WorkerHello:
     model_name: str
     vocab_size: int
     end_token_ids: tuple[Token, ...]
+    draft_fingerprint: str = ""  # empty without a drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ def worker_hello(it: worker_pb2.WorkerHello) -> WorkerHello:
         model_name=it.model_name,
         vocab_size=it.vocab_size,
         end_token_ids=tuple(map(Token, it.end_token_ids)),
+        draft_fingerprint=it.draft_fingerprint,
     )
 
 

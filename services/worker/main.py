@@ -28,6 +28,7 @@ from services.runtime.telemetry import log
 from services.worker import wire
 from services.worker.cache.export import AgentLink
 from services.worker.cache.pools import DTYPES, Pools, allocate
+from services.worker.cache.slots import SlotStates
 from services.worker.control import Control
 from services.worker.decode_round import DecodeReplica
 from services.worker.engine import Engine, Runner, epoch_over
@@ -207,6 +208,7 @@ def _runner(plan: Plan, rank: Rank, agent: AgentLink) -> Runner:
             StageBoundary(rank.groups.pipeline, plan.model, place, DTYPES[a.compute_dtype], context),
             agent.post,
             index=place.stage,
+            states=SlotStates(rank.pools.caches),
             producer_steps=len(plan.geometry.producer_steps(place.stage)),
             interval=a.disaggregation_layerwise_interval,
             verify_width=a.verify_width,
@@ -236,6 +238,7 @@ def _hello(plan: Plan, rank: Rank) -> wire.WorkerHello:
         vocab_size=plan.model.vocab_size,
         end_token_ids=plan.model.eos_token_ids,
         max_position=plan.model.max_position_embeddings,
+        draft_fingerprint=record.draft_fingerprint,
     )
 
 

@@ -16,6 +16,7 @@ from k3mesh.errors import Internal
 from services.contracts.barriers import ChunkStarted, FieldsReady, ForgetLocal, Handoff, HandoffReady, LocalRow, Notice
 from services.contracts.geometry import blocks_for
 from services.contracts.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT
+from services.worker.cache.slots import SlotStates
 from services.worker.hop import StageBoundary
 from services.worker.model.batch import ForwardBatch, Hop
 from services.worker.model.decoder import DecoderStage
@@ -48,7 +49,8 @@ class RoomState:
 class PrefillStage:
     """One rank of a prefill engine. `producer_steps` counts the stage's steps (geometry.producer_steps), `post` tells the
     agent, `interval` is how many producer steps share a barrier, 0 for one barrier at the end. `drafter` is this rank's part
-    of one, None without; the windows that leave with a prompt have `verify_width` tokens."""
+    of one, None without; the windows that leave with a prompt have `verify_width` tokens. `states` copies KDA states from slot
+    to slot of this stage."""
 
     def __init__(
         self,
@@ -57,12 +59,14 @@ class PrefillStage:
         post: Callable[[Notice], None],
         *,
         index: int,
+        states: SlotStates,
         producer_steps: int,
         interval: int,
         verify_width: int = 1,
         drafter: Drafter | None = None,
     ):
         self._stage, self._boundary, self._post, self._drafter = stage, boundary, post, drafter
+        self._states = states
         self._index, self._producer_steps, self._interval = index, producer_steps, interval
         self._verify_width = verify_width
         self._rooms: dict[int, RoomState] = {}
@@ -91,10 +95,16 @@ class PrefillStage:
         self._post(ChunkStarted(step.step_id, tuple(_local_row(row) for row in step.rows)))
         hop = self._boundary.receive(len(batch.tokens))
         started = time.time()
+        for row in step.rows:
+            if row.load_slot != NULL_SLOT:  # in row order: a later row's own slot may be the one that this row starts from
+                self._states.copy(row.load_slot, row.slot)
         barriers = _Barriers(step.step_id, self._producer_steps, self._interval, self._post)
         capture = self._drafter.begin(len(batch.tokens), hop) if self._drafter is not None else None
         out = self._stage.forward(batch, hop, barriers.passed, capture.take if capture is not None else None)
         first_tokens = () if isinstance(out, Hop) else self._first_tokens(step.rows, batch, out, capture, barriers)
+        for row in step.rows:
+            if row.save_slot != NULL_SLOT:
+                self._states.copy(row.slot, row.save_slot)
         ended = time.time()
         if isinstance(out, Hop):
             self._boundary.send(capture.onto(out) if capture is not None else out)
@@ -106,6 +116,11 @@ class PrefillStage:
         """Apply a row's changes to its room. Internal if the chunk does not continue the prompt or lacks a block."""
         room = self._rooms.get(row.room)
         if room is None:
+            if (row.start == 0) != (row.load_slot == NULL_SLOT):
+                raise Internal(
+                    f"request {row.request_id}: its first chunk begins at {row.start} with the state of slot {row.load_slot}; "
+                    "it begins at 0 without one, or behind what the prefix cache has with it"
+                )
             room = self._rooms[row.room] = RoomState(row.slot, cached_tokens=row.start, end=row.start)
         if row.start != room.end or row.end <= row.start or row.slot != room.slot or row.slot == NULL_SLOT:
             raise Internal(

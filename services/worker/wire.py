@@ -5,6 +5,7 @@ from enum import Enum
 
 from k3mesh.errors import Internal
 from k3mesh.v1 import common_pb2, worker_pb2
+from services.contracts.ids import NULL_SLOT
 from services.worker.speculative.sampling import Sampling
 
 # ---- scheduler -> worker
@@ -26,6 +27,8 @@ class ChunkRow:
     prefix_tokens: int
     next_token: int = 0  # at position `end`; nothing on the last chunk
     proposals: int = 0  # to be drafted on the last chunk
+    load_slot: int = NULL_SLOT  # a slot to take the KDA state at `start` from
+    save_slot: int = NULL_SLOT  # a slot that gets the state at `end` too
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,8 @@ def _chunk_row(row: worker_pb2.ChunkRow) -> ChunkRow:
         prefix_tokens=row.prefix_tokens,
         next_token=row.next_token,
         proposals=row.proposals,
+        load_slot=row.load_slot,
+        save_slot=row.save_slot,
     )
 
 
@@ -156,6 +161,7 @@ class WorkerHello:
     vocab_size: int
     end_token_ids: tuple[int, ...]
     max_position: int
+    draft_fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +211,7 @@ def hello(it: WorkerHello) -> worker_pb2.WorkerHello:
         vocab_size=it.vocab_size,
         end_token_ids=it.end_token_ids,
         max_position=it.max_position,
+        draft_fingerprint=it.draft_fingerprint,
     )
 
 

@@ -161,8 +161,11 @@ async def test_inspect_prints_state_log_and_timeline(folder: Path, capsys: pytes
         ledger = Ledger(redis.url, "prefill-0")
         await ledger.connect()
         ledger.transition("r1", State.QUEUED, 0, RANK[State.QUEUED], prompt_tokens=200, attempt=0)
-        ledger.transition("r1", State.BOOTSTRAPPING, 0, RANK[State.BOOTSTRAPPING], queued_seconds=0.002, room=77)
-        ledger.transition("r1", State.PREFILLING, 0, RANK[State.PREFILLING], ready_seconds=0.003, held_seconds=0.001)
+        ledger.transition(
+            "r1", State.BOOTSTRAPPING, 0, RANK[State.BOOTSTRAPPING], queued_seconds=0.002, room=77, prefix_tokens=0
+        )
+        started = {"ready_seconds": 0.003, "held_seconds": 0.001, "cached_tokens": 128}
+        ledger.transition("r1", State.PREFILLING, 0, RANK[State.PREFILLING], **started)
         chunks = "[[0,0,128,1000.0,1000.01],[1,0,128,1000.01,1000.03]]"
         ledger.transition("r1", State.TRANSFERRING, 0, RANK[State.TRANSFERRING], chunks=chunks)
         await ledger.close()
@@ -186,6 +189,7 @@ async def test_inspect_prints_state_log_and_timeline(folder: Path, capsys: pytes
     ]  # fmt: skip
     for part in (
         "queued     2.0 ms", "reserved   3.0 ms", "prefill    stage 1, tokens 0-127", "for 20.0 ms",
+        "cached     128 prompt tokens were not computed, rows of 0 were at D already",
         "transfer   2,000,000 bytes in 4.0 ms, 0.500 GB/s", "decode     9 rounds in 90.0 ms, 10 tokens, 100.0 tokens/s",
     ):  # fmt: skip
         assert part in printed

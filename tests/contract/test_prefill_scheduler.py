@@ -271,7 +271,7 @@ async def test_inspect_counts_what_must_return_to_zero(scheduler):
     inspection = await scheduler.client.inspect()
     assert set(inspection.counters) == {
         "queued", "reserving", "running", "transferring", "releasing", "blocks_used", "slots_used", "pins",
-        "batches_in_flight", "client_streams", "tasks",
+        "batches_in_flight", "client_streams", "tasks", "cached_blocks", "cached_checkpoints",
     }  # fmt: skip
     totals = inspection.totals
     assert (totals["requests_received"], totals["requests_handed_over"], totals["prompt_tokens"], totals["steps"]) == (

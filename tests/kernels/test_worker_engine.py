@@ -11,8 +11,10 @@ import torch
 from k3mesh.errors import EngineLost, Internal
 from services.contracts.barriers import ChunkStarted, FieldsReady, ForgetLocal, Handoff, HandoffReady, LocalRow, Notice
 from services.contracts.geometry import Geometry, blocks_for
+from services.contracts.ids import NULL_SLOT
 from services.contracts.placement import place as place_fields
 from services.worker.cache.pools import DTYPES, Pools, allocate
+from services.worker.cache.slots import SlotStates
 from services.worker.decode_round import DecodeReplica
 from services.worker.engine import Engine, Runner
 from services.worker.hop import StageBoundary
@@ -75,7 +77,7 @@ class Rank:
         self.steps = len(geometry.producer_steps(0))
         self.prefill = PrefillStage(
             stage, StageBoundary(groups.pipeline, self.model, place, dtype), self.notices.append,
-            index=0, producer_steps=self.steps, interval=interval,
+            index=0, states=SlotStates(self.pools.caches), producer_steps=self.steps, interval=interval,
         )  # fmt: skip
         self.decode = DecodeReplica(
             stage, replica=0, places=PLACES, max_model_len=512, verify_width=1, vocab_size=self.model.vocab_size
@@ -221,6 +223,47 @@ async def test_requests_in_one_batch_get_the_tokens_that_each_gets_alone(rank: R
     assert tokens == {0: expected_tokens(prompt_a, 5), 3: expected_tokens(prompt_b, 5)}
 
 
+@pytest.mark.parametrize("resumed_at", [128, 256, 384])
+async def test_a_prompt_that_starts_from_a_checkpoint_has_the_logits_of_a_whole_recompute(
+    rank: Rank, drive, monkeypatch: pytest.MonkeyPatch, resumed_at: int
+):
+    """Another prompt left blocks and states behind; this one shares their first tokens. What it starts from is not changed."""
+    seen: list[torch.Tensor] = []
+    stage, logits = rank.prefill._stage, rank.prefill._stage.logits
+    monkeypatch.setattr(stage, "logits", lambda hidden: seen.append(logits(hidden)) or seen[-1])
+    first = prompt_of(500, 0)
+    prompt = [*first[:resumed_at], *prompt_of(400 - resumed_at, 1)]
+    blocks, checkpoint, slots = [5, 2, 7, 4], 6, iter((2, 3))
+    step = drive(rank.prefill)
+    for number, (start, end) in enumerate([(0, 128), (128, 256), (256, 384), (384, 500)], start=1):
+        save = checkpoint if end == resumed_at else NULL_SLOT
+        await step(PrefillStep(number, (replace(chunk(first, start, end, blocks, room=1), save_slot=save),)))
+    shared = blocks[: resumed_at // 128]
+    pools = [*rank.pools.caches.kda_rec.values(), *rank.pools.caches.kda_conv.values()]
+    kept = [pool[checkpoint].clone() for pool in pools]
+    rows = [pool[shared].clone() for pool in rank.pools.caches.mla.values()]
+    for room, slot in zip((2, 3), slots, strict=True):  # twice: the first one leaves the checkpoint as it was
+        table = [*shared, *range(8 * room - 6, 8 * room - 2)][:4]
+        row = replace(
+            chunk(prompt, resumed_at, 400, table, room=room, slot=slot), load_slot=checkpoint, new_blocks=tuple(table)
+        )
+        number += 1
+        await step(PrefillStep(number, (row,)))
+    number += 1
+    for start, end in ((0, 256), (256, 400)):
+        await step(PrefillStep(number, (chunk(prompt, start, end, [9, 15, 16, 17], room=4, slot=4),)))
+        number += 1
+    rank.prefill.execute(ForgetRooms((1, 2, 3, 4)))
+    _, once, twice, whole = seen
+    assert torch.equal(once, twice)
+    assert (once - whole).abs().max() < 1e-4
+    reference = Reference(TINY, topology_of(rank.model), torch.float32)
+    assert (once - reference.step([(request(prompt), 400)], "extend")[-1:]).abs().max() < 1e-4
+    assert all(torch.equal(pool[checkpoint], state) for pool, state in zip(pools, kept, strict=True))
+    mla = rank.pools.caches.mla.values()
+    assert all(torch.equal(pool[shared], before) for pool, before in zip(mla, rows, strict=True)), "shared rows were written to"
+
+
 async def test_a_place_goes_on_in_a_block_that_a_delta_brings(rank: Rank, drive):
     prompt = prompt_of(127, 0)
     blocks = [6]
@@ -271,8 +314,9 @@ async def test_barriers_follow_the_interval_between_chunk_and_handoff(shared_ran
     rank = shared_rank
     rank.notices.clear()
     stage = PrefillStage(
-        rank.prefill._stage, rank.prefill._boundary, rank.notices.append, index=0, producer_steps=rank.steps, interval=interval
-    )
+        rank.prefill._stage, rank.prefill._boundary, rank.notices.append, index=0, states=SlotStates(rank.pools.caches),
+        producer_steps=rank.steps, interval=interval,
+    )  # fmt: skip
     step = drive(stage)
     prompt = prompt_of(3)
     done = await step(PrefillStep(1, (chunk(prompt, 0, 3, [4], room=77, slot=6),)))
@@ -304,7 +348,10 @@ async def test_a_barrier_comes_after_the_writes_it_announces(shared_rank: Rank, 
                 assert caches.kda_conv[layer][7].any()
             seen.append(layer)
 
-    stage = PrefillStage(rank.prefill._stage, rank.prefill._boundary, post, index=0, producer_steps=rank.steps, interval=1)
+    stage = PrefillStage(
+        rank.prefill._stage, rank.prefill._boundary, post, index=0, states=SlotStates(rank.pools.caches),
+        producer_steps=rank.steps, interval=1,
+    )  # fmt: skip
     for layers, unit in ((rank.pools.caches.mla, 20), (rank.pools.caches.kda_rec, 7), (rank.pools.caches.kda_conv, 7)):
         for pool in layers.values():
             pool[unit] = 0
@@ -341,6 +388,7 @@ async def test_a_gap_in_plan_ids_is_refused_and_nothing_runs(rank: Rank, drive, 
 PROMPT = [1, 2, 3]
 BAD_ROWS = {
     "a hole in the prompt": [chunk(PROMPT, 0, 1, [4]), replace(chunk(PROMPT, 2, 3, [4]), new_blocks=())],
+    "a start behind nothing": [chunk(PROMPT, 1, 3, [4])],
     "fewer tokens than it says": [replace(chunk(PROMPT, 0, 3, [4]), tokens=packed([1, 2]))],
     "another slot": [chunk(PROMPT, 0, 1, [4]), replace(chunk(PROMPT, 1, 3, [4]), slot=2)],
     "a block too few": [replace(chunk(PROMPT, 0, 3, [4]), new_blocks=())],

@@ -18,6 +18,7 @@ from services.contracts.placement import place as place_fields
 from services.contracts.topology import Topology
 from services.launch.make_checkpoint import main as make_checkpoint
 from services.worker.cache.pools import allocate
+from services.worker.cache.slots import SlotStates
 from services.worker.decode_round import DecodeReplica
 from services.worker.hop import StageBoundary
 from services.worker.model.backends import choose_draft_ops, choose_ops, op_geometry
@@ -207,7 +208,8 @@ class SpeculativeRank:
         self.notices: list[Notice] = []
         self.prefill = PrefillStage(
             stage, StageBoundary(groups.pipeline, model, place, dtype), self.notices.append, index=0,
-            producer_steps=len(geometry.producer_steps(0)), interval=1, verify_width=self.width, drafter=self.forced,
+            states=SlotStates(self.caches), producer_steps=len(geometry.producer_steps(0)), interval=1,
+            verify_width=self.width, drafter=self.forced,
         )  # fmt: skip
         self.decode = DecodeReplica(
             stage, replica=0, places=self.PLACES, max_model_len=1024, verify_width=self.width,

@@ -4,11 +4,13 @@ import asyncio
 import os
 import select
 from collections.abc import Sequence
+from itertools import count
 
 from tests.lib.load import Answer, assert_nothing_left, attempt, prompts, until_health
 from tests.lib.mesh import Mesh
 
 TYPED = {502, 503, 504, 429}
+SEEDS = count(9)  # new prompts each time: known ones would be over too soon
 
 
 async def assert_survives(mesh: Mesh, victims: Sequence[str], number: int, within: float) -> list[Answer | int]:
@@ -16,7 +18,7 @@ async def assert_survives(mesh: Mesh, victims: Sequence[str], number: int, withi
     within `within` seconds. Afterwards the victims are gone, the mesh heals, nothing is left, and it answers as before."""
     await until_health(mesh)
     truth = await attempt(mesh, [500, 600, 700], max_tokens=8)
-    running = [asyncio.ensure_future(attempt(mesh, prompt)) for prompt in prompts(8, [3, 300, 900], 1024, 9)]
+    running = [asyncio.ensure_future(attempt(mesh, prompt)) for prompt in prompts(8, [3, 300, 900], 1024, next(SEEDS))]
     await asyncio.sleep(0.5)
     gone = [os.pidfd_open(mesh.processes()[victim]) for victim in victims]
     for victim in victims:

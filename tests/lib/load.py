@@ -24,6 +24,7 @@ class Answer:
     prompt: list[int]
     tokens: list[int]
     finish_reason: str
+    cached_tokens: int = 0
 
 
 def prompts(count: int, lengths: Sequence[int], vocab: int, seed: int) -> list[list[int]]:
@@ -37,8 +38,10 @@ async def complete(client: httpx.AsyncClient, prompt: list[int], max_tokens: int
     body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True, **more}
     response = await client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
-    choice = response.json()["choices"][0]
-    return Answer(prompt, choice["token_ids"], choice["finish_reason"])
+    choice, usage = response.json()["choices"][0], response.json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), len(choice["token_ids"]))
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return Answer(prompt, choice["token_ids"], choice["finish_reason"], cached)
 
 
 async def complete_all(mesh: Mesh, requests: list[list[int]], max_tokens: int, at_once: int, **more: Any) -> list[Answer]:

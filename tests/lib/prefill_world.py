@@ -10,7 +10,7 @@ from typing import Any
 
 import services.scheduler.prefill.events as ev
 from services.contracts.events import DeadlinePassed
-from services.contracts.ids import GlobalRank, Replica, RequestId, Room, Token
+from services.contracts.ids import BLOCK_TOKENS, BlockKey, GlobalRank, Replica, RequestId, Room, Token
 from services.contracts.lifecycle import TERMINAL, State
 from services.scheduler.prefill.admission import Limits
 from services.scheduler.prefill.planner import PrefillPlanner
@@ -71,6 +71,8 @@ class World:
         self.tables: dict[Room, list[int]] = defaultdict(list)
         self.slots: dict[Room, int] = {}
         self.chunk_ends: dict[Room, int] = {}
+        self.rows: dict[int, Any] = {}  # what a block holds: its key, once it is full
+        self.states: dict[int, Any] = {}  # what a slot holds: the key of the block that its state is behind
         self.tokens: dict[Room, Token] = {}  # first tokens, known once the last chunk was launched
         self.stopped = False  # the engine is lost
 
@@ -102,9 +104,21 @@ class World:
     def connect(self) -> None:
         self.post(ev.DecodeConnected("decode-0", 1, 4000))
 
-    def arrive(self, prompt_tokens: int, *, max_tokens: int = 4, timeout: float = 60.0, **sampling: Any) -> RequestId:
+    def arrive(
+        self,
+        prompt_tokens: int,
+        *,
+        max_tokens: int = 4,
+        timeout: float = 60.0,
+        family: str = "",
+        like: int = 0,
+        **sampling: Any,
+    ) -> RequestId:
+        """`like`: how many of its first blocks are those of its `family`; without a family there is no prefix cache."""
         request_id = RequestId(f"r{len(self.clients)}")
-        request = ev.RequestArrived(request_id, prompt_tokens, ev.Sampling(max_tokens=max_tokens, **sampling), timeout)
+        names = [f"{family}{n}" if n < like else f"{request_id}.{n}" for n in range((prompt_tokens - 1) // BLOCK_TOKENS)]
+        keys = tuple(BlockKey(name.encode()) for name in names) if family else ()
+        request = ev.RequestArrived(request_id, prompt_tokens, ev.Sampling(max_tokens=max_tokens, **sampling), timeout, keys)
         self.clients[request_id] = Client(request, self.now + timeout)
         self.post(request)
         return request_id
@@ -184,29 +198,57 @@ class World:
         self.steps.append(step)
         for transition in step.transitions:
             self.perform(transition)
+        for row in step.rows:  # as the workers do it: first what all rows start from
+            if row.room not in self.chunk_ends:
+                self.load(row)
         for row in step.rows:
             self.launch_row(row)
 
     def launch_row(self, row: ev.ChunkRow) -> None:
         client = self.clients[row.request_id]
         assert client.last is None, "no new chunk for a request that is over"
-        assert row.start == self.chunk_ends.get(row.room, 0) < row.end
+        assert row.start == self.chunk_ends[row.room] < row.end
         assert row.last == (row.end == client.request.prompt_tokens)
         assert row.last or row.end % 128 == 0
         assert self.ready_told[row.room] == self.limits.ranks, "not every rank is ready"
         assert row.room in self.accepted, "no place on D"
-        taken = {block for room, table in self.tables.items() for block in table if room != row.room}
-        assert not taken & set(row.new_blocks) and 0 not in row.new_blocks
+        assert 0 not in row.new_blocks
         assert row.slot != 0 and self.slots.setdefault(row.room, row.slot) == row.slot
         assert sum(slot == row.slot for slot in self.slots.values()) == 1
         self.tables[row.room] += row.new_blocks
         width = self.limits.verify_width if row.last else 0
         assert len(self.tables[row.room]) == -(-(row.end + width) // 128), "blocks for the chunk, no more"
+        self.write(row, client.request.keys)
         self.chunk_ends[row.room] = row.end
         assert row.proposals == PROPOSALS, "not what D asked for"
         if row.last:
             stops = client.request.sampling.stop_token_ids
             self.tokens[row.room] = stops[0] if stops else END if client.request.prompt_tokens % 3 == 0 else OTHER
+
+    def load(self, row: ev.ChunkRow) -> None:
+        """What the prompt starts from is there, and its own. Steps run in order, so what was launched has been written."""
+        keys, found = self.clients[row.request_id].request.keys, row.start // BLOCK_TOKENS
+        assert row.start % BLOCK_TOKENS == 0
+        assert [self.rows.get(block) for block in row.new_blocks[:found]] == list(keys[:found]), "not this prompt's rows"
+        assert (row.load_slot != 0) == (found > 0) and (not found or self.states[row.load_slot] == keys[found - 1]), (
+            "not its state"
+        )
+        self.chunk_ends[row.room] = row.start
+
+    def write(self, row: ev.ChunkRow, keys: tuple[BlockKey, ...]) -> None:
+        """The chunk's blocks are nobody else's."""
+        written = self.tables[row.room][row.start // BLOCK_TOKENS :]
+        others = {block for room, table in self.tables.items() for block in table if room != row.room}
+        assert not others & set(written), "a block that somebody else reads is written to"
+        for place in range(row.start // BLOCK_TOKENS, len(self.tables[row.room])):
+            full = row.end >= (place + 1) * BLOCK_TOKENS
+            self.rows[self.tables[row.room][place]] = keys[place] if full and place < len(keys) else None
+        end = row.end // BLOCK_TOKENS
+        self.states[row.slot] = keys[end - 1] if row.end % BLOCK_TOKENS == 0 and end <= len(keys) else None
+        if row.save_slot:
+            assert row.save_slot not in self.slots.values(), "a checkpoint in a slot that somebody uses"
+            self.states[row.save_slot] = self.states[row.slot]
+            assert self.states[row.save_slot] is not None
 
     def forget(self, room: Room) -> None:
         """From now on the room's blocks and slot may be given to another one: nobody may still use them."""
@@ -362,7 +404,8 @@ class World:
 
     def check_at_rest(self) -> None:
         assert not any(self.planner.counters().values()), self.planner.counters()
-        assert self.planner.roster.pool.blocks.free_count == self.limits.num_blocks - 1
+        assert self.planner.roster.pool.cache.blocks_available == self.limits.num_blocks - 1
+        assert self.planner.roster.pool.cache.slots_available == self.limits.num_slots - 1
         assert not self.planner.roster.rooms and not self.planner.roster.requests
         assert self.stopped or (not self.tables and not self.slots)
         for request_id, client in self.clients.items():

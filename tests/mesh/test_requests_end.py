@@ -37,7 +37,7 @@ async def test_a_client_that_leaves_while_tokens_flow_frees_everything_within_a_
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_before_the_first_byte_frees_everything_within_a_second(mesh: Mesh, stream: bool):
     async with httpx.AsyncClient(base_url=mesh.url, timeout=30) as client:
-        body = {"prompt": prompts(1, [1000], 1024, 2)[0], "stream": stream, **LONG, "max_tokens": 100}
+        body = {"prompt": prompts(1, [1000], 1024, 2 + stream)[0], "stream": stream, **LONG, "max_tokens": 100}
         sent = asyncio.ensure_future(client.post("/v1/completions", json=body))
         async with asyncio.timeout(10):
             while not (await in_use(mesh)).get("prefill-0.scheduler", {}).get("running"):

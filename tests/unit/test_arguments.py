@@ -301,6 +301,15 @@ def test_the_cache_is_derived_bounded_and_refused_when_one_request_does_not_fit(
     assert edge.cache_size(edge.geometry(model)) == (9 + 1, 2)
 
 
+def test_prefill_has_slots_for_checkpoints_as_far_as_they_are_small(drafter: str):
+    """A slot of the guide's stages takes 14.7 MB."""
+    words = (COMMON, PREFILL, drafter, "--max-num-seqs 4 --max-model-len 1000")
+    small, plain = parse(*words), parse(*words, "--no-enable-prefix-caching")
+    many = parse(*words, "--max-num-seqs 64 --num-blocks 100")
+    counts = [it.cache_size(it.geometry(k3_model()))[1] for it in (small, plain, many)]
+    assert counts == [4 + 4 + 1, 4 + 1, 64 + (1 << 28) // small.geometry(k3_model()).slot_bytes + 1]
+
+
 def test_the_drafters_rows_are_in_the_cache_of_the_stage_that_drafts(drafter: str):
     prefill = parse(COMMON, PREFILL, drafter)
     geometry = prefill.geometry(k3_model())

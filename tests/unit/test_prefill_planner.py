@@ -322,7 +322,7 @@ def test_a_first_token_that_ends_the_request_finishes_it_here(prompt, sampling, 
     start(world)
     run_steps(world)
     client = world.clients[request]
-    assert client.tokens == 1 and client.last == ev.PublishFinished(request, ev.Finished(reason, prompt, stop))
+    assert client.tokens == 1 and client.last == ev.PublishFinished(request, ev.Finished(reason, prompt, 0, stop))
     assert client.states[-1] is State.FINISHED
     assert any(isinstance(effect, ev.CancelOnDecode) and effect.finished_on_prefill for effect in world.effects)
     world.settle()

@@ -39,12 +39,26 @@ class Histories(RuleBasedStateMachine):
 
     @rule(
         prompt=PROMPTS, max_tokens=st.sampled_from([1, 2, 50]), timeout=st.sampled_from([1.0, 20.0, 300.0]),
-        stops=st.sampled_from([(), (OTHER,)]), ignore_eos=st.booleans(),
+        stops=st.sampled_from([(), (OTHER,)]), ignore_eos=st.booleans(), family=st.sampled_from(["", "a", "a", "b"]),
+        like=st.integers(0, 8),
     )  # fmt: skip
     def arrive(self, **how: Any) -> None:
         if not self.world.stopped:
             how["stop_token_ids"] = how.pop("stops")
             self.world.arrive(how.pop("prompt"), **how)
+
+    @rule(prompts=st.lists(st.tuples(PROMPTS, st.sampled_from("ab"), st.sampled_from([2, 5, 20])), min_size=1, max_size=3))
+    def prompts_go_through(self, prompts: list[tuple[int, str, int]]) -> None:
+        """Alike, so that some find what others left, and some compute the same at once."""
+        if self.world.stopped or self.world.planner.decode is None:
+            return
+        for prompt, family, like in prompts:
+            self.world.arrive(prompt, family=family, like=like, timeout=300.0)
+            while self.world.decide() or self.world.hear_decode():
+                pass
+        for pair in sorted(self.world.offers):
+            self.world.offer(pair)
+        self.world.settle()
 
     @rule(refuse=st.sampled_from([None, None, None, None, ev.Failure("bad_request", "too long for D")]))
     def decode_decides(self, refuse: ev.Failure | None) -> None:

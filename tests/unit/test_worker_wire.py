@@ -108,7 +108,7 @@ def test_every_field_of_a_report_is_written(kind: str, report: wire.Report):
 
 
 def test_every_field_of_the_hello_is_written():
-    it = wire.WorkerHello("p", 5, 1, 100, 9, "abc", "k3", 512, (1, 2), 4096)
+    it = wire.WorkerHello("p", 5, 1, 100, 9, "abc", "k3", 512, (1, 2), 4096, "def")
     assert_same(wire.hello(it), it)
 
 

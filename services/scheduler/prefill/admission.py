@@ -1,13 +1,11 @@
-"""May a request come in, may its prompt start, and what does it hold then (spec scheduling §1, §2.1, §7)."""
+"""The engine's limits, and may a request come in (spec scheduling §1, §2.1, §7)."""
 
 import math
 from dataclasses import dataclass
 
 from services.contracts.geometry import blocks_for
-from services.contracts.ids import BLOCK_TOKENS, BlockId, SlotId
-from services.scheduler.blocks import BlockAllocator
+from services.contracts.ids import BLOCK_TOKENS
 from services.scheduler.prefill.events import Failure, RequestArrived
-from services.scheduler.slots import SlotAllocator
 
 MAX_QUEUED = 512  # requests that wait for a decode place; the next one is told to come again
 RESERVED_AHEAD = 2  # decode places for prompts that do not run yet, in batches of max_num_seqs
@@ -80,46 +78,3 @@ def refusal(arrived: RequestArrived, limits: Limits, decode_tokens: int) -> Fail
         if not holds:
             return Failure("bad_request", message)
     return None
-
-
-@dataclass(slots=True)
-class Holding:
-    """What one prompt holds on this engine. It moves from state to state and ends in Pool.give_back."""
-
-    slot: SlotId
-    blocks: list[BlockId]
-    promised: int  # blocks that it will still ask for
-
-
-class Pool:
-    """Blocks and slots. A prompt takes blocks chunk by chunk, but starts only when all of them are sure to come: so no
-    running prompt ever waits for blocks that another one holds."""
-
-    def __init__(self, num_blocks: int, num_slots: int):
-        self.blocks = BlockAllocator(num_blocks)
-        self.slots = SlotAllocator(num_slots)
-        self.promised = 0
-
-    def fits(self, blocks: int) -> bool:
-        return self.slots.free_count > 0 and self.blocks.free_count - self.promised >= blocks
-
-    def start(self, blocks: int) -> Holding:
-        """A slot, and the promise of `blocks` blocks. Only if `fits(blocks)`."""
-        slot = self.slots.allocate()
-        assert slot is not None, "ask fits() first"
-        self.promised += blocks
-        return Holding(slot, [], blocks)
-
-    def grow(self, holding: Holding, blocks: int) -> tuple[BlockId, ...]:
-        """Bring the holding to `blocks` blocks -> the new ones."""
-        new = self.blocks.allocate(blocks - len(holding.blocks))
-        assert new is not None and len(new) <= holding.promised, "promised blocks are there"
-        holding.blocks += new
-        holding.promised -= len(new)
-        self.promised -= len(new)
-        return tuple(new)
-
-    def give_back(self, holding: Holding) -> None:
-        self.promised -= holding.promised
-        self.blocks.free(holding.blocks)
-        self.slots.free(holding.slot)

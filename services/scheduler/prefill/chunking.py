@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from math import inf
 
 from services.contracts.geometry import blocks_for
-from services.contracts.ids import BLOCK_TOKENS
+from services.contracts.ids import BLOCK_TOKENS, NULL_SLOT, SlotId
 from services.contracts.lifecycle import State
 from services.scheduler.prefill import report
 from services.scheduler.prefill.events import ChunkRow
+from services.scheduler.prefill.pool import Holding
 from services.scheduler.prefill.request import Prefilling, Ready, Request
 from services.scheduler.prefill.roster import Roster
 
@@ -55,7 +56,8 @@ def fill(roster: Roster) -> tuple[ChunkRow, ...]:
     budget = Budget.of_batch(roster.limits.chunk_tokens, roster.limits.max_num_seqs, _short_demand(roster))
     rows = [row for request in list(roster.incomplete) if (row := _chunk(request, budget, roster)) is not None]
     for request in list(roster.ready):
-        if budget.chunk_end(0, request.prompt_tokens) == 0:
+        cached = roster.pool.cached_tokens(request.keys)
+        if budget.chunk_end(cached, request.prompt_tokens) == cached:
             if is_long(request.prompt_tokens) and not budget.spent:
                 continue  # a short prompt may use what is left
             break
@@ -90,12 +92,16 @@ def _short_demand(roster: Roster) -> int:
 
 
 def _start(request: Request, roster: Roster) -> None:
-    """Give the prompt its slot and the promise of its blocks."""
+    """Give the prompt its slot, what the cache has of it, and the promise of the other blocks."""
     request.timeline.started = roster.now
     roster.wanting.discard(request)
+    holding = roster.pool.start(roster.limits.prompt_blocks(request.prompt_tokens), request.keys)
+    request.cached_tokens = holding.found
+    roster.totals["prefix_cache_queries"] += request.prompt_tokens
+    roster.totals["prefix_cache_hits"] += holding.found
+    roster.totals["prefix_cache_hit_requests"] += holding.found > 0
     roster.write(request, State.PREFILLING, report.started(request))
-    blocks = roster.limits.prompt_blocks(request.prompt_tokens)
-    roster.enter(request, Prefilling(roster.pool.start(blocks), set(roster.ranks)))
+    roster.enter(request, Prefilling(holding, set(roster.ranks), next=holding.found))
 
 
 def _chunk(request: Request, budget: Budget, roster: Roster) -> ChunkRow | None:
@@ -105,17 +111,41 @@ def _chunk(request: Request, budget: Budget, roster: Roster) -> ChunkRow | None:
     start, end = state.next, budget.chunk_end(state.next, request.prompt_tokens)
     if end == start:
         return None
+    end, save = _checkpoint(request, state.holding, start, end, roster)
     budget.take(end - start, request.prompt_tokens)
     last = end == request.prompt_tokens
-    new = roster.pool.grow(state.holding, roster.limits.prompt_blocks(end) if last else blocks_for(end))
+    known = 0 if start == state.holding.found else len(state.holding.blocks)
+    roster.pool.grow(state.holding, roster.limits.prompt_blocks(end) if last else blocks_for(end))
     if last:
         roster.incomplete.remove(request)
     state.next = end
     state.in_flight += 1
+    roster.totals["computed_tokens"] += end - start
+    load = state.holding.checkpoint if start == state.holding.found else None
     return ChunkRow(
-        request.request_id, request.room, start, end, last, new, state.holding.slot, request.sampling, request.prefix_tokens,
-        request.proposals,
+        request.request_id, request.room, start, end, last, tuple(state.holding.blocks[known:]), state.holding.slot,
+        request.sampling, request.prefix_tokens, request.proposals, load or NULL_SLOT, save or NULL_SLOT,
     )  # fmt: skip
+
+
+def _checkpoint(request: Request, holding: Holding, start: int, end: int, roster: Roster) -> tuple[int, SlotId | None]:
+    """Where the chunk from `start`, at most to `end`, ends so that its state is worth keeping, and where to keep it.
+
+    That is at the last full block's end, behind which another turn of the same conversation goes on, and where another
+    prompt's cached blocks end: a third one will likely part from them there too. For a state at any other chunk end no older
+    one has to make way, and none takes a slot that somebody waits for.
+    """
+    pool = roster.pool
+    if pool.cache.slots_available <= len(roster.ready):
+        return end, None
+    wanted = [stop for stop in (holding.branch, request.last_boundary) if start < stop <= end]
+    if wanted:
+        stop = min(wanted)
+        slot = pool.slot_for_checkpoint(holding, request.keys[stop // BLOCK_TOKENS - 1], evict=True)
+        return (stop, slot) if slot is not None else (end, None)
+    if end < request.last_boundary:
+        return end, pool.slot_for_checkpoint(holding, request.keys[end // BLOCK_TOKENS - 1], evict=False)
+    return end, None
 
 
 def align_down(tokens: int) -> int:

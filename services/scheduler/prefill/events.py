@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.contracts.ids import BlockId, GlobalRank, Replica, RequestId, Room, SlotId, Token
+from services.contracts.ids import NULL_SLOT, BlockId, BlockKey, GlobalRank, Replica, RequestId, Room, SlotId, Token
 from services.contracts.lifecycle import State
 from services.contracts.messages import Failure, Sampling
 
@@ -17,6 +17,7 @@ class Finished:
 
     reason: Literal["stop", "length"]
     prompt_tokens: int
+    cached_tokens: int
     stop_token: Token | None
 
 
@@ -29,6 +30,7 @@ class RequestArrived:
     prompt_tokens: int
     sampling: Sampling
     timeout: float  # seconds that the request may take
+    keys: tuple[BlockKey, ...] = field(default=(), repr=False)  # of its full blocks; none without a prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ class Reserve:
     prompt_tokens: int
     sampling: Sampling
     timeout: float  # seconds left of the request's deadline
+    keys: tuple[BlockKey, ...] = field(default=(), repr=False)  # of the prompt's full blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +291,8 @@ class ChunkRow:
     sampling: Sampling
     prefix_tokens: int  # what D already holds: not sent
     proposals: int  # to be drafted behind the prompt
+    load_slot: SlotId = NULL_SLOT  # a checkpoint to start from, copied to `slot` before the step
+    save_slot: SlotId = NULL_SLOT  # where the state at `end` is copied after it
 
 
 @dataclass(frozen=True, slots=True)

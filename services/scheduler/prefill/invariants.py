@@ -19,14 +19,17 @@ def check(planner: "PrefillPlanner") -> None:
 
 def _pool(roster: Roster) -> None:
     pool = roster.pool
-    pool.blocks.check()
-    pool.slots.check()
+    pool.cache.check()
     holdings = [holding for request in roster.requests.values() if (holding := request.holding) is not None]
-    blocks = [block for holding in holdings for block in holding.blocks]
-    assert len(set(blocks)) == len(blocks) == pool.blocks.used, "every used block belongs to one request"
-    assert len({holding.slot for holding in holdings}) == len(holdings) == pool.slots.used, "so does every slot"
+    own = [block for holding in holdings for block in holding.own_blocks]
+    assert len(set(own)) == len(own) == pool.blocks.used - pool.cache.cached_blocks, "a block is one request's, or the cache's"
+    held = Counter(entry for holding in holdings for entry in holding.cached)
+    assert all(entry.holders == count for entry, count in held.items()), "an entry's holders are not who they should be"
+    assert len(own) + len(held) == pool.cache.blocks_in_use, "an entry is held by nobody who is here"
+    slots = [slot for holding in holdings for slot in (holding.slot, *holding.saving)]
+    assert len(set(slots)) == len(slots) == pool.cache.slots_in_use, "a slot is one request's, or a checkpoint"
     assert pool.promised == sum(holding.promised for holding in holdings)
-    assert pool.promised <= pool.blocks.free_count, "a started prompt may have to wait for blocks"
+    assert pool.promised <= pool.cache.blocks_available, "a started prompt may have to wait for blocks"
 
 
 def _requests(roster: Roster) -> None:

@@ -70,8 +70,8 @@ class DecodeLink:
             raise translate(error, self._peer) from error
 
     # ---- effects
-    def reserve(self, effect: ev.Reserve, prompt_hash: bytes) -> None:
-        self._send(wire.reserve(effect, prompt_hash))
+    def reserve(self, effect: ev.Reserve, prompt_hash: bytes, tail: bytes) -> None:
+        self._send(wire.reserve(effect, prompt_hash, tail))
 
     def cancel_room(self, effect: ev.CancelOnDecode) -> None:
         self._send(wire.cancel_on_decode(effect))

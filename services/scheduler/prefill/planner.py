@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import services.scheduler.prefill.events as ev
 from services.contracts.events import DeadlinePassed
-from services.contracts.ids import Room, Token
+from services.contracts.ids import BLOCK_TOKENS, Room, Token
 from services.contracts.lifecycle import TERMINAL, State
 from services.scheduler.alarm import WRONG_BYTES, Alarm
 from services.scheduler.prefill import invariants, report
@@ -90,6 +90,11 @@ class PrefillPlanner:
         """What is going on now; all 0 when nothing is."""
         return {**self.roster.counters(), "batches_in_flight": len(self.pipeline.steps)}
 
+    def cache(self) -> dict[str, int]:
+        """What the prefix cache has; it stays when nothing is going on."""
+        cache = self.roster.pool.cache
+        return {"cached_blocks": cache.cached_blocks, "cached_checkpoints": cache.cached_checkpoints}
+
     @property
     def max_prompt_tokens(self) -> int:
         """The longest prompt that both engines take; it leaves room for one new token."""
@@ -98,7 +103,10 @@ class PrefillPlanner:
 
     @property
     def totals(self) -> Counter[str]:
-        return self.roster.totals
+        """Counts since the start."""
+        cache = self.roster.pool.cache
+        evictions = {"prefix_cache_evictions": cache.blocks_evicted, "checkpoint_evictions": cache.checkpoints_evicted}
+        return Counter({**self.roster.totals, **evictions})
 
     # ---- arrival and reservation
     def _arrive(self, event: ev.RequestArrived) -> None:
@@ -117,6 +125,7 @@ class PrefillPlanner:
             request_id=event.request_id,
             order=self._arrivals,
             prompt_tokens=event.prompt_tokens,
+            keys=event.keys,
             sampling=event.sampling,
             arrived=roster.now,
             deadline=roster.now + event.timeout,
@@ -153,7 +162,8 @@ class PrefillPlanner:
         roster.rooms[head.room] = head
         roster.enter(head, Reserving(roster.now + self.limits.answer_timeout))
         timeout = max(0.001, head.deadline - roster.now)
-        roster.emit(ev.Reserve(head.request_id, head.room, head.attempt, head.prompt_tokens, head.sampling, timeout))
+        asked = ev.Reserve(head.request_id, head.room, head.attempt, head.prompt_tokens, head.sampling, timeout, head.keys)
+        roster.emit(asked)
 
     def _new_room(self) -> Room:
         while (room := Room(self._rng.getrandbits(63))) in self.roster.rooms or room == 0:
@@ -215,6 +225,8 @@ class PrefillPlanner:
         state = request.state
         assert isinstance(state, Prefilling | Releasing)
         state.in_flight -= 1
+        assert state.holding is not None, "launched steps keep it"
+        self.roster.pool.written(state.holding, request.keys[: row.end // BLOCK_TOKENS], row.save_slot or None)
         request.timeline.chunks += [(stage, row.start, row.end, *span) for stage, span in sorted(step.spans.items())]
         if isinstance(state, Releasing):
             self.roster.settle(request)
@@ -243,7 +255,7 @@ class PrefillPlanner:
         ends = token in sampling.stop_token_ids or (token in self.limits.end_tokens and not sampling.ignore_eos)
         if not ends and sampling.max_tokens > 1:
             return None
-        return ev.Finished("stop" if ends else "length", request.prompt_tokens, token if ends else None)
+        return ev.Finished("stop" if ends else "length", request.prompt_tokens, request.cached_tokens, token if ends else None)
 
     # ---- handoff
     def _installed(self, request: Request, _: ev.RoomInstalled) -> None:
@@ -400,7 +412,7 @@ class PrefillPlanner:
             self.alarm.hear(event.room, event.failure, self.roster.now)
         request = self.roster.rooms.get(event.room)
         if request is None:
-            self.totals["late_messages"] += 1
+            self.roster.totals["late_messages"] += 1
             return
         handler = self.ROOM_HANDLERS.get((request.phase, type(event)))
         if handler is None:
@@ -408,7 +420,7 @@ class PrefillPlanner:
         handler(self, request, event)
 
     def _ignore(self, _request: Request, _event: Any) -> None:
-        self.totals["late_messages"] += 1
+        self.roster.totals["late_messages"] += 1
 
     HANDLERS: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         ev.RequestArrived: _arrive,

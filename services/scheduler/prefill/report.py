@@ -32,11 +32,13 @@ def reserved(request: Request, decode: DecodeConnected) -> Fields:
 
 
 def started(request: Request) -> Fields:
-    """All ranks were ready `ready_seconds` after the reservation; the first chunk went `held_seconds` later."""
+    """All ranks were ready `ready_seconds` after the reservation; the first chunk went `held_seconds` later, behind what was
+    found in the prefix cache."""
     timeline = request.timeline
     return {
         "ready_seconds": _seconds(timeline.ready - timeline.reserved),
         "held_seconds": _seconds(timeline.started - timeline.ready),
+        "cached_tokens": request.cached_tokens,
     }
 
 

@@ -16,10 +16,10 @@ from enum import Enum, auto
 from math import inf
 from typing import ClassVar
 
-from services.contracts.ids import GlobalRank, Replica, RequestId, Room
+from services.contracts.ids import BLOCK_TOKENS, BlockKey, GlobalRank, Replica, RequestId, Room
 from services.contracts.lifecycle import RANK, TERMINAL, State
-from services.scheduler.prefill.admission import Holding
 from services.scheduler.prefill.events import Failure, Sampling
+from services.scheduler.prefill.pool import Holding
 
 NO_ROOM, FIRST_REPLICA = Room(0), Replica(0)
 
@@ -66,7 +66,7 @@ class Prefilling:
     phase: ClassVar = Phase.PREFILLING
     holding: Holding
     unreleased: set[GlobalRank]  # ranks whose bytes D does not have yet
-    next: int = 0  # first prompt position that no step holds yet
+    next: int  # first prompt position that no step holds yet
     in_flight: int = 0  # launched steps that hold a chunk of it
     installed: bool = False  # D's word came before the last stage's report
 
@@ -120,6 +120,7 @@ class Request:
     request_id: RequestId
     order: int  # of arrival
     prompt_tokens: int
+    keys: tuple[BlockKey, ...]  # of its full blocks; none without a prefix cache
     sampling: Sampling
     arrived: float
     deadline: float
@@ -129,7 +130,8 @@ class Request:
     room: Room = NO_ROOM  # of this attempt; none while it is queued
     decode: str = ""  # the engine that holds a place for this attempt
     replica: Replica = FIRST_REPLICA
-    prefix_tokens: int = 0
+    prefix_tokens: int = 0  # what D holds
+    cached_tokens: int = 0  # of this attempt's prompt: not computed
     proposals: int = 0
     transfers_failed: int = 0
     failure: Failure | None = None  # why it is over
@@ -140,6 +142,11 @@ class Request:
     @property
     def phase(self) -> Phase:
         return self.state.phase
+
+    @property
+    def last_boundary(self) -> int:
+        """Where the prompt's last full block ends whose rows can be cached."""
+        return len(self.keys) * BLOCK_TOKENS
 
     @property
     def due(self) -> float:

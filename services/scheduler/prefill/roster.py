@@ -7,7 +7,8 @@ import services.scheduler.prefill.events as ev
 from services.contracts.ids import GlobalRank, RequestId, Room
 from services.contracts.lifecycle import TERMINAL, State
 from services.scheduler.prefill import report
-from services.scheduler.prefill.admission import Holding, Limits, Pool
+from services.scheduler.prefill.admission import Limits
+from services.scheduler.prefill.pool import Holding, Pool
 from services.scheduler.prefill.request import (
     NO_ROOM,
     AnyState,
@@ -35,6 +36,7 @@ ENDS = {
 
 TOTALS = (
     *ENDS.values(), "requests_received", "requests_refused", "prompt_tokens", "steps", "late_messages",
+    "prefix_cache_queries", "prefix_cache_hits", "prefix_cache_hit_requests", "computed_tokens",
 )  # fmt: skip
 PINNED = {Phase.TRANSFERRING, Phase.HANDED_OVER, Phase.RELEASING}
 
@@ -102,7 +104,7 @@ class Roster:
     # ---- questions
     def lacks_blocks(self, request: Request) -> bool:
         """It cannot start: its blocks or its slot are not free, or an older prompt waits for some."""
-        fits = self.pool.fits(self.limits.prompt_blocks(request.prompt_tokens))
+        fits = self.pool.fits(self.limits.prompt_blocks(request.prompt_tokens), request.keys)
         return not fits or any(other.order < request.order for other in self.wanting)
 
     def counters(self) -> dict[str, int]:
@@ -113,8 +115,8 @@ class Roster:
             "running": self.phases[Phase.PREFILLING],
             "transferring": self.phases[Phase.TRANSFERRING] + self.phases[Phase.HANDED_OVER],
             "releasing": self.phases[Phase.RELEASING],
-            "blocks_used": self.pool.blocks.used,
-            "slots_used": self.pool.slots.used,
+            "blocks_used": self.pool.cache.blocks_in_use,
+            "slots_used": self.pool.cache.slots_in_use,
             "pins": sum(request.phase in PINNED and request.holding is not None for request in self.requests.values()),
         }
 

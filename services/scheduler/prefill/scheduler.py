@@ -11,6 +11,7 @@ from services.contracts.ids import RequestId
 from services.runtime.ledger import Ledger, Value
 from services.runtime.shell import Shell
 from services.runtime.telemetry import log
+from services.scheduler.block_keys import BLOCK_BYTES
 from services.scheduler.prefill.clients import Clients
 from services.scheduler.prefill.fleet import Fleet
 from services.scheduler.prefill.pairing import DecodeLink
@@ -26,6 +27,7 @@ class PrefillScheduler:
         self.shell = Shell(self.planner)
         self.clients = Clients(self.shell.post)
         self.link = DecodeLink(decode_address, fleet.introduction(), self.shell.post)
+        self.keys = fleet.block_keys()
         self.fleet, self._ledger, self._changed = fleet, ledger, changed
         self.draining = False
         self._emptied = asyncio.Event()
@@ -33,7 +35,7 @@ class PrefillScheduler:
         self._lost: asyncio.Future[ev.Failure] = asyncio.get_running_loop().create_future()
         self.shell.launch = self._launch
         carriers: dict[type, Callable[[Any], Any]] = {
-            ev.Reserve: lambda effect: self.link.reserve(effect, self.clients.prompt_hash(effect.request_id)),
+            ev.Reserve: self._reserve,
             ev.CancelOnDecode: self.link.cancel_room,
             ev.DropDecode: self.link.drop,
             ev.CancelOnAgents: fleet.cancel,
@@ -123,6 +125,7 @@ class PrefillScheduler:
             "blocks": limits.num_blocks - 1,
             "slots": limits.num_slots - 1,
             **self.planner.counters(),
+            **self.planner.cache(),
         }
 
     async def _drive_fleet(self) -> None:
@@ -143,6 +146,11 @@ class PrefillScheduler:
     async def _health_changed(self, effect: ev.HealthChanged) -> None:
         log.error("unhealthy", reason=effect.reason) if effect.reason else log.info("healthy again")
         await self._changed()
+
+    def _reserve(self, effect: ev.Reserve) -> None:
+        prompt, prompt_hash = self.clients.prompt(effect.request_id), self.clients.prompt_hash(effect.request_id)
+        tail = prompt[len(effect.keys) * BLOCK_BYTES :] if self.keys else b""
+        self.link.reserve(effect, prompt_hash, tail)
 
     def _launch(self, step: ev.PrefillStep) -> None:
         for transition in step.transitions:

@@ -23,8 +23,8 @@ class PrefillService(request_pb2_grpc.PrefillSchedulerServicer):
     async def Submit(self, request: request_pb2.SubmitRequest, context: Any) -> AsyncIterator[request_pb2.RequestEvent]:
         scheduler = self._up()
         scheduler.check_open()
-        limits = scheduler.planner.limits
-        arrived = wire.request_arrived(request, self._arguments.request_timeout, limits.vocab_size, limits.max_model_len)
+        limits, timeout = scheduler.planner.limits, self._arguments.request_timeout
+        arrived = wire.request_arrived(request, timeout, limits.vocab_size, limits.max_model_len, scheduler.keys)
         link = scheduler.link
         async for event in scheduler.clients.follow(arrived, request.prompt, lambda: link.client_address, context):
             yield event
@@ -66,6 +66,7 @@ class PrefillService(request_pb2_grpc.PrefillSchedulerServicer):
             rank=-1,
             counters={
                 **planner.counters(),
+                **planner.cache(),
                 "client_streams": scheduler.clients.streams,
                 "tasks": scheduler.shell.tasks,
             },

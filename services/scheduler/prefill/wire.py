@@ -10,11 +10,11 @@ from k3mesh.errors import BadRequest
 from k3mesh.v1 import request_pb2, transfer_pb2, worker_pb2
 from services.contracts.ids import GlobalRank, Replica, RequestId, Room, Token
 from services.runtime.wire import failure, read_failure, read_sampling, sampling
+from services.scheduler.block_keys import TOKEN_BYTES, BlockKeys
 from services.scheduler.prefill import events as ev
 from services.scheduler.wire import REASONS, AgentHello, PrefillHello, WorkerHello, agent_hello, worker_hello
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-TOKEN_BYTES = 4
 MAX_STOP_TOKENS = 1024
 
 Publication = (
@@ -24,10 +24,15 @@ Publication = (
 
 # ---- clients
 def request_arrived(
-    message: request_pb2.SubmitRequest, default_timeout: float, vocab_size: int, max_model_len: int
+    message: request_pb2.SubmitRequest,
+    default_timeout: float,
+    vocab_size: int,
+    max_model_len: int,
+    keys: BlockKeys | None = None,
 ) -> ev.RequestArrived:
     """BadRequest for what no planner should see: a bad id, bytes that are no token ids, ids outside the vocabulary, and more
-    of them than one request can have, which nobody has the time to look through."""
+    of them than one request can have, which nobody has the time to look through. `keys` names blocks where there is a prefix
+    cache."""
     if not REQUEST_ID.fullmatch(message.request_id):
         raise BadRequest(
             f"request_id {message.request_id!r}: must be 1 to 64 of letters, digits, '_', '.', '-'", param="request_id"
@@ -50,6 +55,7 @@ def request_arrived(
         prompt_tokens=tokens,
         sampling=read_sampling(message.sampling),
         timeout=message.timeout_ms / 1000 or default_timeout,
+        keys=keys.of_prompt(message.prompt) if keys else (),
     )
 
 
@@ -67,6 +73,7 @@ def request_event(it: Publication, decode_address: str) -> request_pb2.RequestEv
                 reason=REASONS[it.finished.reason],
                 prompt_tokens=it.finished.prompt_tokens,
                 completion_tokens=1,
+                cached_tokens=it.finished.cached_tokens,
                 stop_token=it.finished.stop_token or 0,
                 matched_stop_token=it.finished.stop_token is not None,
             )
@@ -110,7 +117,8 @@ def hello_to_decode(it: PrefillHello) -> request_pb2.PrefillToDecode:
     return request_pb2.PrefillToDecode(hello=hello)
 
 
-def reserve(it: ev.Reserve, prompt_hash: bytes) -> request_pb2.PrefillToDecode:
+def reserve(it: ev.Reserve, prompt_hash: bytes, tail: bytes) -> request_pb2.PrefillToDecode:
+    """`tail`: the prompt's bytes behind the blocks that `it.keys` names."""
     message = request_pb2.Reserve(
         request_id=it.request_id,
         room=it.room,
@@ -119,6 +127,8 @@ def reserve(it: ev.Reserve, prompt_hash: bytes) -> request_pb2.PrefillToDecode:
         prompt_hash=prompt_hash,
         sampling=sampling(it.sampling),
         timeout_ms=max(1, round(it.timeout * 1000)),
+        block_keys=it.keys,
+        tail=tail,
     )
     return request_pb2.PrefillToDecode(reserve=message)
 
@@ -183,6 +193,8 @@ def step_command(step: ev.PrefillStep, prompt: Callable[[RequestId], bytes], fen
             prefix_tokens=row.prefix_tokens,
             next_token=int.from_bytes(tokens(row, row.end, row.end + 1), "little"),
             proposals=row.proposals if row.last else 0,
+            load_slot=row.load_slot,
+            save_slot=row.save_slot,
         )
         for row in step.rows
     ]
