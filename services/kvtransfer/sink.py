@@ -294,7 +294,7 @@ class SinkSession(Session):
                 sum(share.bytes for share in sink.shares),
                 sink.first_byte,
                 sink.last_byte,
-                max(handoff.cached_tokens, sink.manifest.prefix_tokens),
+                handoff.cached_tokens,
             )
         )
         self._bury(room)

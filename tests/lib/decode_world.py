@@ -3,21 +3,23 @@
 Each verb is one thing that may happen; the model applies it, performs the effects, and asserts what must hold of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from services.contracts.events import DeadlinePassed
 from services.contracts.geometry import blocks_for, verify_widths
-from services.contracts.ids import BlockId, GlobalRank, Place, RequestId, Room, SlotId, Token
+from services.contracts.ids import BLOCK_TOKENS, BlockId, GlobalRank, Place, RequestId, Room, SlotId, Token
 from services.contracts.lifecycle import TERMINAL, State
 from services.contracts.placement import Manifest
+from services.scheduler.block_keys import BlockKeys, token_bytes
 from services.scheduler.decode import events as ev
 from services.scheduler.decode.planner import DecodePlanner
 from services.scheduler.decode.shape import EngineShape
 
 END_TOKEN = Token(0)
 VOCABULARY = 40
+KEYS = BlockKeys("model", tokens_ahead=1)
 ORDER = [State.RESERVED, State.INSTALLED, State.DECODING, State.FINISHING, *sorted(TERMINAL)]
 
 
@@ -25,7 +27,7 @@ def small_shape(**changes: object) -> EngineShape:
     values: dict[str, object] = {
         "engine_id": "decode-0", "epoch": 7, "replicas": 2, "tp_size": 2, "places": 4, "num_blocks": 16, "num_slots": 5,
         "verify_width": 1, "adaptive": True, "max_model_len": 1500, "end_tokens": frozenset({END_TOKEN}), "buckets": (1, 2, 3),
-        "graphs": True, "request_timeout": 600.0,
+        "graphs": True, "request_timeout": 600.0, "keys": KEYS,
     }  # fmt: skip
     return EngineShape(**{**values, **changes})  # pyright: ignore[reportArgumentType]
 
@@ -35,6 +37,7 @@ class ModelRoom:
     """What the world knows of a room."""
 
     asked: ev.ReserveAsked
+    prompt: list[Token]
     manifest: Manifest | None = None
     unready: set[GlobalRank] = field(default_factory=set)
     undrained: set[GlobalRank] = field(default_factory=set)
@@ -49,6 +52,11 @@ class ModelRoom:
     end: ev.End | None = None  # on the client's stream
     states: list[State] = field(default_factory=list)
     step: int = 0
+
+    @property
+    def tokens(self) -> list[Token]:
+        """All that was said, as the next turn of a conversation begins."""
+        return [*self.prompt, *self.truth]
 
     @property
     def terminal(self) -> bool:
@@ -79,6 +87,8 @@ class DecodeWorld:
         self.refused: set[ev.Pair] = set()
         self.lost: ev.Failure | None = None
         self.emptied = 0
+        self.rows: list[dict[BlockId, object]] = [{} for _ in range(shape.replicas)]  # what a block's rows are of, once final
+        self._names: dict[tuple[object, ...], int] = {}
         self._numbers = iter(range(1, 1 << 30))
         self.connect_prefill()
 
@@ -93,20 +103,31 @@ class DecodeWorld:
         self.connect_prefill()
 
     def reserve(
-        self, prompt: int, max_tokens: int, *, ignore_eos: bool = True, stops: tuple[Token, ...] = (), timeout: float = 0.0
+        self,
+        prompt: int | Sequence[Token],
+        max_tokens: int,
+        *,
+        ignore_eos: bool = True,
+        stops: tuple[Token, ...] = (),
+        timeout: float = 0.0,
     ) -> Room:
+        """`prompt`: its tokens, or how many random ones."""
         number = next(self._numbers)
+        tokens = [self.token() for _ in range(prompt)] if isinstance(prompt, int) else list(prompt)
+        keys = KEYS.of_prompt(token_bytes(tokens))
         asked = ev.ReserveAsked(
             pair=self.pair,
             request_id=RequestId(f"r{number}"),
             room=Room(number * 1_000_003),
             attempt=self.random.randint(0, 3),
-            prompt_tokens=prompt,
+            prompt_tokens=len(tokens),
             prompt_hash=b"",
             sampling=ev.Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stops),
             timeout=timeout,
+            keys=keys,
+            tail=tuple(tokens[len(keys) * BLOCK_TOKENS :]),
         )
-        self.rooms[asked.room] = ModelRoom(asked)
+        self.rooms[asked.room] = ModelRoom(asked, tokens)
         self.apply(asked)
         return asked.room
 
@@ -122,6 +143,8 @@ class DecodeWorld:
             )
             model.truth = [anchor]
         model.unready.discard(rank)
+        if not model.unready:
+            self._sent(model)
         template = model.anchor
         self.apply(
             ev.AgentRankReady(rank, room, template.attempt, template.token, template.window, 1000, 1.0, 3.0, cached_tokens=0)
@@ -192,6 +215,7 @@ class DecodeWorld:
                 known = self.places[replica][place]
                 known.position += accepted
                 self.rooms[known.room].truth += tokens
+                self._written(replica, known)
             replicas.append(tuple(entries))
         self.apply(ev.RoundDone(plan.round_id, tuple(replicas)))
 
@@ -278,7 +302,9 @@ class DecodeWorld:
     def _expect(self, ranks: tuple[GlobalRank, ...], manifest: Manifest) -> None:
         model = self.rooms[manifest.room]
         assert ranks == self.shape.ranks_of(manifest.replica)  # pyright: ignore
-        assert len(manifest.blocks) == blocks_for(manifest.prompt_tokens) == len(manifest.block_gens)
+        assert manifest.prefix_tokens % BLOCK_TOKENS == 0 and manifest.prefix_tokens < manifest.prompt_tokens
+        due = blocks_for(manifest.prompt_tokens) - manifest.prefix_tokens // BLOCK_TOKENS
+        assert len(manifest.blocks) == due == len(manifest.block_gens)
         assert 0 not in manifest.blocks and manifest.slot != 0
         for room, other in self.rooms.items():
             if other.manifest is None or other.manifest.replica != manifest.replica:
@@ -302,14 +328,15 @@ class DecodeWorld:
         fitting = [bucket for bucket in self.shape.buckets if bucket >= most]
         assert plan.bucket == (0 if most == 0 else min(fitting) if fitting else most)
         assert most or any(part.clears for part in plan.replicas), "a round for nobody"
-        for places, part in zip(self.places, plan.replicas, strict=True):
+        for replica, (places, part) in enumerate(zip(self.places, plan.replicas, strict=True)):
             for place in part.clears:
                 del places[place]
             for install in part.installs:
                 assert install.place not in places, "an install over a place that is not cleared"
                 model = self.rooms[install.room]
                 assert model.manifest is not None and model.anchor is not None
-                assert install.blocks[: len(model.manifest.blocks)] == model.manifest.blocks
+                found = model.manifest.prefix_tokens // BLOCK_TOKENS
+                assert install.blocks[found : found + len(model.manifest.blocks)] == model.manifest.blocks
                 assert install.slot == model.manifest.slot and install.window == model.anchor.window
                 self.windows[install.room] = 1 + model.proposals  # padding behind them
                 places[install.place] = ModelPlace(install.room, list(install.blocks), install.slot, install.position)
@@ -320,11 +347,48 @@ class DecodeWorld:
             assert part.width.width in widths and 1 + part.width.proposals in widths, "no width that is captured"
             for place in part.live:
                 assert part.width.width <= self.windows[places[place].room], "a round wider than its windows"
-            live_blocks = [block for place in part.live for block in places[place].blocks]
-            assert len(live_blocks) == len(set(live_blocks)), "two requests share a block"
+            written = [b for place in part.live for b in places[place].blocks[places[place].position // BLOCK_TOKENS :]]
+            read = [b for place in part.live for b in set(places[place].blocks[: places[place].position // BLOCK_TOKENS])]
+            assert len(written) == len(set(written)) and not set(written) & set(read), "a shared block is written to"
+            for place in part.live:
+                self._check_rows(replica, places[place])
+            for block in written:
+                self.rows[replica].pop(block, None)
             for place in part.live:
                 rows = places[place].position + self.shape.rows_ahead
                 assert len(places[place].blocks) >= blocks_for(rows), "a round would write beyond its blocks"
+
+    # ---- what the blocks hold
+    def _names_of(self, tokens: list[Token], count: int) -> list[int]:
+        """Of the first `count` blocks of a text: equal if and only if everything up to the end of the block is."""
+        names: list[int] = []
+        for place in range(count):
+            rows = (names[-1] if names else 0, *tokens[place * BLOCK_TOKENS : (place + 1) * BLOCK_TOKENS])
+            names.append(self._names.setdefault(rows, len(self._names) + 1))
+        return names
+
+    def _sent(self, model: ModelRoom) -> None:
+        """P's rows are in the manifest's blocks."""
+        manifest = model.manifest
+        assert manifest is not None
+        full, found = manifest.prompt_tokens // BLOCK_TOKENS, manifest.prefix_tokens // BLOCK_TOKENS
+        names = self._names_of(model.prompt, full)[found:]
+        for block in manifest.blocks:
+            self.rows[manifest.replica].pop(block, None)
+        self.rows[manifest.replica] |= dict(zip(manifest.blocks, names, strict=False))
+
+    def _written(self, replica: int, known: ModelPlace) -> None:
+        """A round's rows that count; blocks before the new anchor are final."""
+        full = known.position // BLOCK_TOKENS
+        names = self._names_of(self.rooms[known.room].tokens, full)
+        for block, name in zip(known.blocks[:full], names, strict=True):
+            if self.rows[replica].setdefault(block, name) != name:
+                raise AssertionError(f"block {block} has other rows than those of its text")
+
+    def _check_rows(self, replica: int, known: ModelPlace) -> None:
+        full = known.position // BLOCK_TOKENS
+        found = [self.rows[replica].get(block) for block in known.blocks[:full]]
+        assert found == self._names_of(self.rooms[known.room].tokens, full), "a request reads rows of another text"
 
     def _ended(self, model: ModelRoom, end: ev.End) -> None:
         assert model.end is None, "two ends on one stream"

@@ -59,6 +59,17 @@ class DecodeMachine(RuleBasedStateMachine):
                     self.world.attach(room)
                 self.world.all_ready(room)
 
+    @rule(at=index, more=st.sampled_from([1, 60, 130]), cut=st.sampled_from([0, 0, 100]), max_tokens=st.sampled_from([2, 300]))
+    def a_conversation_goes_on(self, at: int, more: int, cut: int, max_tokens: int) -> None:
+        """With everything that was said, or with another end."""
+        if (room := self.pick(self.world.that(lambda model: model.truth), at)) is not None:
+            said = self.world.rooms[room].tokens
+            said = said[: max(0, len(said) - cut)]
+            room = self.world.reserve([*said[:1100], *(self.world.token() for _ in range(more))], max_tokens)
+            if self.world.rooms[room].manifest is not None:
+                self.world.attach(room)
+                self.world.all_ready(room)
+
     @rule(at=index)
     def a_rank_is_ready(self, at: int) -> None:
         if (room := self.pick(self.world.that(unready), at)) is not None:
@@ -165,7 +176,10 @@ def live_busily(seed: int, width: int, steps: int) -> DecodeWorld:
             world.launch()
         roll = choice.random()
         if roll < 0.10:
-            room = world.reserve(choice.randint(1, 300), choice.choice([1, 30, 1200, 1200]), ignore_eos=choice.random() < 0.9)
+            said = [model.tokens[:300] for model in world.rooms.values() if len(model.tokens) > 130][-8:]
+            prompt = [world.token() for _ in range(choice.randint(1, 300))]
+            prompt = choice.choice(said) + prompt[:40] if said and choice.random() < 0.4 else prompt
+            room = world.reserve(prompt, choice.choice([1, 30, 1200, 1200]), ignore_eos=choice.random() < 0.9)
             if world.rooms[room].manifest is not None and choice.random() < 0.98:
                 world.attach(room)
         elif roll < 0.25 and (rooms := world.that(unready)):
@@ -175,7 +189,7 @@ def live_busily(seed: int, width: int, steps: int) -> DecodeWorld:
                 world.cancel_room(room, finished=True)
         elif roll < 0.30 and (rooms := world.that(undrained)):
             world.drained(choice.choice(rooms))
-        elif roll < 0.31 and (rooms := world.that(attached)):
+        elif 0.30 < roll < 0.305 and (rooms := world.that(attached)):
             world.client_gone(choice.choice(rooms))
         elif roll < 0.32 and (rooms := world.that(unready)):
             world.rank_failed(choice.choice(rooms))

@@ -33,10 +33,10 @@ def test_a_failure_survives_the_round_trip_and_says_whether_to_try_again():
 def test_a_reservation_and_a_cancel_come_off_the_wire():
     asked = request_pb2.Reserve(
         request_id="r1", room=ROOM, attempt=2, prompt_tokens=300, prompt_hash=b"hash", sampling=sampling(SAMPLING),
-        timeout_ms=1500,
+        timeout_ms=1500, block_keys=[b"one", b"two"], tail=(44).to_bytes(4, "little") + (1 << 20).to_bytes(4, "little"),
     )  # fmt: skip
     assert wire.prefill_event(ev.Pair(4), request_pb2.PrefillToDecode(reserve=asked)) == ev.ReserveAsked(
-        ev.Pair(4), RequestId("r1"), ROOM, 2, 300, b"hash", SAMPLING, 1.5
+        ev.Pair(4), RequestId("r1"), ROOM, 2, 300, b"hash", SAMPLING, 1.5, (b"one", b"two"), (Token(44), Token(1 << 20))
     )
     cancel = request_pb2.CancelRoom(room=ROOM, reason="gone", failure=failure(FAILURE), finished_on_prefill=True)
     event = wire.prefill_event(ev.Pair(4), request_pb2.PrefillToDecode(cancel=cancel))
@@ -48,10 +48,11 @@ def test_a_reservation_and_a_cancel_come_off_the_wire():
 def test_answers_to_prefill_keep_refused_for_now_and_refused_for_good_apart():
     later = wire.to_prefill(ev.AnswerReserve(ev.Pair(1), ROOM, accepted=False)).reserved
     never = wire.to_prefill(ev.AnswerReserve(ev.Pair(1), ROOM, accepted=False, failure=FAILURE)).reserved
-    granted = wire.to_prefill(ev.AnswerReserve(ev.Pair(1), ROOM, accepted=True, replica=Replica(3), proposals=7)).reserved
+    yes = ev.AnswerReserve(ev.Pair(1), ROOM, accepted=True, replica=Replica(3), proposals=7, prefix_tokens=256)
+    granted = wire.to_prefill(yes).reserved
     assert (later.accepted, later.HasField("failure"), later.room) == (False, False, ROOM)
     assert (never.accepted, never.failure.detail) == (False, "PD_BYTES")
-    assert (granted.accepted, granted.replica, granted.HasField("failure")) == (True, 3, False)
+    assert (granted.accepted, granted.replica, granted.prefix_tokens, granted.HasField("failure")) == (True, 3, 256, False)
     assert (granted.proposals, later.proposals) == (7, 0)
     cancelled, failed = (wire.to_prefill(ev.RoomEnded(ev.Pair(1), ROOM, it)).ended for it in (None, FAILURE))
     assert not cancelled.HasField("failure") and failed.failure.code == "transfer_failed"

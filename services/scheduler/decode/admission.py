@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from services.contracts.geometry import blocks_for
+from services.contracts.ids import BLOCK_TOKENS, BlockKey
 from services.contracts.placement import Manifest
 from services.scheduler.decode.capacity import Holding, Load, Pool, choose, growth
 from services.scheduler.decode.events import Failure, ReserveAsked
@@ -39,34 +40,42 @@ def admit(asked: ReserveAsked, shape: EngineShape, pools: Sequence[Pool], reques
     """A place, a slot and the prompt's blocks on the best replica, or None: no room now."""
     blocks = blocks_for(asked.prompt_tokens)
     ahead = growth(asked.prompt_tokens, budget(asked, shape) - 1, shape.rows_ahead, blocks)
-    replica = choose(_loads(shape, pools, requests), blocks, ahead)
-    return None if replica is None else pools[replica].take(blocks)
+    keys = asked.keys if shape.keys else ()
+    replica = choose(_loads(shape, pools, requests, keys), blocks, ahead)
+    return None if replica is None else pools[replica].take(blocks, keys)
 
 
 def manifest(asked: ReserveAsked, shape: EngineShape, pool: Pool, holding: Holding, timeout: float) -> Manifest:
-    """What the replica's agents are to receive, with the generations that a late write is told apart by."""
+    """What the replica's agents are to receive, with the generations that a late write is told apart by. Blocks that are
+    here already are not named: nobody writes to them."""
+    wanted = holding.blocks[holding.found :]
     return Manifest(
         request_id=asked.request_id,
         room=asked.room,
         attempt=asked.attempt,
         decode_epoch=shape.epoch,
         replica=holding.replica,
-        prefix_tokens=0,
+        prefix_tokens=holding.found * BLOCK_TOKENS,
         prompt_tokens=asked.prompt_tokens,
         prompt_hash=asked.prompt_hash,
-        blocks=tuple(holding.blocks),
-        block_gens=tuple(map(pool.blocks.generation, holding.blocks)),
+        blocks=tuple(wanted),
+        block_gens=tuple(map(pool.blocks.generation, wanted)),
         slot=holding.slot,
         slot_gen=pool.slots.generation(holding.slot),
         timeout=timeout,
     )
 
 
-def _loads(shape: EngineShape, pools: Sequence[Pool], requests: Iterable[Request]) -> list[Load]:
+def _loads(shape: EngineShape, pools: Sequence[Pool], requests: Iterable[Request], keys: Sequence[BlockKey]) -> list[Load]:
     promised, quarantined = [0] * len(pools), [0] * len(pools)
     for request in requests:
         holding = request.state.holding
         promised[holding.replica] += request.growth(shape.rows_ahead)
         if isinstance(request.state, Releasing):
-            quarantined[holding.replica] += len(holding.blocks)
-    return [Load(pool, promised[pool.replica], quarantined[pool.replica]) for pool in pools]
+            quarantined[holding.replica] += len(holding.own_blocks)
+    loads: list[Load] = []
+    for pool in pools:
+        found = pool.cache.find(keys)
+        shared = sum(entry.holders > 0 for entry in found)
+        loads.append(Load(pool, promised[pool.replica], quarantined[pool.replica], len(found), shared))
+    return loads

@@ -51,8 +51,17 @@ class Arrivals:
         rooms.write(request, State.RESERVED, report.reserved(request, shape, holding))
         wanted = manifest(asked, shape, rooms.pools[holding.replica], holding, timeout)
         rooms.emit(ev.ExpectManifest(shape.ranks_of(holding.replica), wanted))
-        accepted = ev.AnswerReserve(asked.pair, asked.room, True, holding.replica, proposals=request.proposals)
-        rooms.emit(accepted)
+        rooms.totals["prefix_cache_queries"] += asked.prompt_tokens
+        rooms.totals["prefix_cache_hits"] += wanted.prefix_tokens
+        answer = ev.AnswerReserve(
+            asked.pair,
+            asked.room,
+            accepted=True,
+            replica=holding.replica,
+            proposals=request.proposals,
+            prefix_tokens=wanted.prefix_tokens,
+        )
+        rooms.emit(answer)
         return False
 
     def _refusal(self, asked: ev.ReserveAsked, draining: bool) -> ev.Failure | None:
@@ -99,6 +108,10 @@ class Arrivals:
         if not request.attached:
             return
         self._installs += 1
+        pool = self._rooms.pools[state.holding.replica]
+        if self._shape.keys is not None:
+            for key in request.asked.keys[len(state.holding.cached) :]:
+                pool.final(state.holding, key)
         progress = Progress(
             order=self._installs,
             position=request.asked.prompt_tokens,
@@ -108,6 +121,7 @@ class Arrivals:
             installed_at=self._rooms.now,
             last_token_at=self._rooms.now,
             guesses=Guesses(window[1 : 1 + request.proposals]),
+            unnamed=[*request.asked.tail, token] if request.asked.tail else [],
         )
         request.state = Installed(state.holding, progress)
         self._rooms.residents[state.holding.replica][request.room] = request

@@ -1,11 +1,13 @@
 """What a decode replica can hold: its places, blocks and slots, and which replica a newcomer gets (spec scheduling §3.2)."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.contracts.geometry import blocks_for
-from services.contracts.ids import BLOCK_TOKENS, BlockId, Place, Replica, SlotId
+from services.contracts.ids import BLOCK_TOKENS, BlockId, BlockKey, Place, Replica, SlotId
 from services.scheduler.blocks import BlockAllocator
+from services.scheduler.prefix import Entry, PrefixCache, unshared
 from services.scheduler.slots import SlotAllocator
 
 GROWTH_TOKENS = 512  # headroom that admission leaves to everyone who is already there
@@ -19,7 +21,14 @@ class Holding:
     replica: Replica
     place: Place
     slot: SlotId
-    blocks: list[BlockId]
+    blocks: list[BlockId]  # its table: those found in the cache, then its own
+    cached: list[Entry]  # the cache's entries for its first blocks: those found, and its own when their rows are final
+    found: int = 0  # blocks that need not be sent
+
+    @property
+    def own_blocks(self) -> list[BlockId]:
+        """Those that the cache does not have."""
+        return unshared(self.blocks, self.cached)
 
 
 class Pool:
@@ -30,6 +39,7 @@ class Pool:
         self.places = places
         self.blocks = BlockAllocator(num_blocks)
         self.slots = SlotAllocator(num_slots)
+        self.cache = PrefixCache(self.blocks, self.slots)  # of blocks alone: the state always comes with the request
         self.clears: set[Place] = set()  # places that ended since the last plan; the workers still know them
         self._free_places = set(map(Place, range(places)))
 
@@ -37,44 +47,56 @@ class Pool:
     def places_used(self) -> int:
         return self.places - len(self._free_places)
 
-    def take(self, blocks: int) -> Holding | None:
-        """The lowest free place, a slot and `blocks` blocks; None and no change if one of them is missing."""
-        if not self._free_places or not self.slots.free_count:
+    def take(self, blocks: int, keys: Sequence[BlockKey] = ()) -> Holding | None:
+        """The lowest free place, a slot and `blocks` blocks, those of `keys` from the cache as far as it has them; None and no
+        change if something is missing."""
+        found = self.cache.find(keys)
+        idle = sum(not entry.holders for entry in found)
+        lacking = blocks - len(found) > self.cache.blocks_available - idle
+        if lacking or not self._free_places or not self.cache.slots_available:
             return None
-        table = self.blocks.allocate(blocks)
-        slot = self.slots.allocate() if table is not None else None
-        if table is None or slot is None:
-            return None
+        self.cache.hold(found)
+        more, slot = self.cache.take_blocks(blocks - len(found)), self.cache.take_slot()
+        assert more is not None and slot is not None
         place = min(self._free_places)
         self._free_places.remove(place)
-        return Holding(self.replica, place, slot, table)
+        return Holding(self.replica, place, slot, [entry.block for entry in found] + more, found, len(found))
 
     def grow(self, holding: Holding, blocks: int) -> bool:
         """Bring the holding to `blocks` blocks; False and no change if they are not there."""
-        more = self.blocks.allocate(max(0, blocks - len(holding.blocks)))
+        more = self.cache.take_blocks(max(0, blocks - len(holding.blocks)))
         if more is None:
             return False
         holding.blocks += more
         return True
 
+    def final(self, holding: Holding, key: BlockKey) -> None:
+        """The rows of the holding's first block that is not cached will not change any more; `key` names it."""
+        before = holding.cached[-1] if holding.cached else None
+        holding.cached.append(self.cache.add(before, key, holding.blocks[len(holding.cached)]))
+
     def give_back(self, holding: Holding) -> None:
         """Free everything; the holding is empty afterwards and must not be used again."""
         if holding.place in self._free_places:
             raise ValueError(f"place {holding.place} of replica {self.replica} is given back twice")
-        self.blocks.free(holding.blocks)
+        self.blocks.free(holding.own_blocks)
+        self.cache.let_go(holding.cached)
         self.slots.free(holding.slot)
         self._free_places.add(holding.place)
-        holding.blocks = []
+        holding.blocks, holding.cached = [], []
 
     def check(self, holdings: Sequence[Holding]) -> None:
         """`holdings` are all there are on this replica: nothing is held twice, nothing is lost."""
-        self.blocks.check()
-        self.slots.check()
-        blocks = [block for holding in holdings for block in holding.blocks]
+        self.cache.check()
+        own = [block for holding in holdings for block in holding.own_blocks]
+        held = Counter(entry for holding in holdings for entry in holding.cached)
         slots = {holding.slot for holding in holdings}
         places = {holding.place for holding in holdings}
-        assert len(blocks) == len(set(blocks)) == self.blocks.used, f"replica {self.replica}: blocks shared or lost"
-        assert len(slots) == len(holdings) == self.slots.used, f"replica {self.replica}: slots shared or lost"
+        in_use = self.cache.blocks_in_use
+        assert len(own) == len(set(own)) == in_use - len(held), f"replica {self.replica}: blocks doubly owned or lost"
+        assert len(own) == self.blocks.used - self.cache.cached_blocks, f"replica {self.replica}: a cached block is somebody's"
+        assert all(entry.holders == count for entry, count in held.items()), f"replica {self.replica}: wrong holders"
+        assert len(slots) == len(holdings) == self.cache.slots_in_use, f"replica {self.replica}: slots shared or lost"
         assert len(places) == len(holdings) == self.places_used, f"replica {self.replica}: places shared or lost"
         assert not places & self._free_places, f"replica {self.replica}: places both held and free"
 
@@ -86,6 +108,8 @@ class Load:
     pool: Pool
     promised: int  # blocks that those who hold a place there may still ask for, within GROWTH_TOKENS
     quarantined: int  # blocks of ended rooms that an agent may still write to
+    found: int = 0  # blocks of the newcomer that are here already
+    shared: int = 0  # of them held by others anyway
 
 
 def growth(position: int, remaining: int, rows: int, held: int) -> int:
@@ -101,13 +125,13 @@ def growth(position: int, remaining: int, rows: int, held: int) -> int:
 def choose(loads: Sequence[Load], blocks: int, growth_blocks: int) -> Replica | None:
     """The replica for a newcomer that needs `blocks` now and `growth_blocks` soon, or None if it must wait.
 
-    Fewest places taken first, then most free blocks, then the lowest number. Reserved requests count like running ones.
+    Fewest places taken first, then most blocks that are there already, then most free ones, then the lowest number. Reserved
+    requests count like running ones.
     """
     open_loads = [load for load in loads if _admits(load, blocks + growth_blocks)]
     if not open_loads:
         return None
-    best = min(open_loads, key=lambda load: (load.pool.places_used, -load.pool.blocks.free_count, load.pool.replica))
-    return best.pool.replica
+    return min(open_loads, key=_preference).pool.replica
 
 
 def max_request_tokens(num_blocks: int, max_model_len: int, rows: int) -> int:
@@ -119,7 +143,12 @@ def _admits(load: Load, need: int) -> bool:
     pool = load.pool
     return (
         pool.places_used < pool.places
-        and pool.slots.free_count > 0
+        and pool.cache.slots_available > 0
         and load.quarantined <= QUARANTINE_SHARE * pool.blocks.capacity
-        and pool.blocks.free_count - load.promised >= need
+        and pool.cache.blocks_available - load.promised >= need - load.shared
     )
+
+
+def _preference(load: Load) -> tuple[int, int, int, Replica]:
+    pool = load.pool
+    return pool.places_used, -load.found, -pool.cache.blocks_available, pool.replica

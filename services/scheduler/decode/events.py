@@ -1,9 +1,9 @@
 """What happens to the decode planner and what it asks for in return. Frozen data that carries ids, never handles."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NewType
 
-from services.contracts.ids import BlockId, GlobalRank, Place, Replica, RequestId, Room, SlotId, Token
+from services.contracts.ids import BlockId, BlockKey, GlobalRank, Place, Replica, RequestId, Room, SlotId, Token
 from services.contracts.lifecycle import State
 from services.contracts.messages import Failure, Sampling
 from services.contracts.placement import Manifest
@@ -64,6 +64,8 @@ class ReserveAsked:
     prompt_hash: bytes
     sampling: Sampling
     timeout: float  # seconds left of the request's deadline; 0: the engine's default
+    keys: tuple[BlockKey, ...] = field(default=(), repr=False)  # of the prompt's full blocks
+    tail: tuple[Token, ...] = field(default=(), repr=False)  # its tokens behind them; empty if P names no blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,7 @@ class AnswerReserve:
     replica: Replica | None = None
     failure: Failure | None = None
     proposals: int = 0  # worth drafting for its window
+    prefix_tokens: int = 0  # need not be sent
 
 
 @dataclass(frozen=True, slots=True)

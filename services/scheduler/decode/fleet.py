@@ -44,6 +44,7 @@ class Fleet(EngineFleet):
             buckets=arguments.buckets(),
             graphs=not arguments.enforce_eager,
             request_timeout=arguments.request_timeout,
+            keys=self.block_keys(),
         )
 
     async def run(self, post: Callable[[Any], None]) -> NoReturn:

@@ -80,11 +80,15 @@ class DecodePlanner:
     @property
     def totals(self) -> dict[str, int]:
         """Counts since the start."""
-        return self._rooms.totals
+        return self._rooms.totals | {"prefix_cache_evictions": sum(pool.cache.blocks_evicted for pool in self._rooms.pools)}
 
     def counters(self) -> dict[str, int]:
         """What is held now; all of it is zero when nobody is here."""
         return self._rooms.counters()
+
+    def cache(self) -> dict[str, int]:
+        """What the prefix caches have; it stays when nobody is here."""
+        return {"cached_blocks": sum(pool.cache.cached_blocks for pool in self._rooms.pools)}
 
     def check(self) -> None:
         """Every invariant; raises AssertionError."""

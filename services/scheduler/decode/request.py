@@ -63,6 +63,7 @@ class Progress:
     cached_tokens: int
     installed_at: float
     last_token_at: float
+    unnamed: list[Token]  # from the last cached block to the anchor; empty if nothing more is to be cached
     completion: int = 1  # tokens so far, the anchor among them
     rounds: int = 0
     windows: int = 0  # rounds that verified proposals

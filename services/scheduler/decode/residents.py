@@ -2,7 +2,9 @@
 
 import services.scheduler.decode.events as ev
 from services.contracts.geometry import blocks_for
+from services.contracts.ids import BLOCK_TOKENS, Token
 from services.contracts.lifecycle import State
+from services.scheduler.block_keys import token_bytes
 from services.scheduler.decode import report
 from services.scheduler.decode.acceptance import Verdict
 from services.scheduler.decode.capacity import Holding, Pool
@@ -70,9 +72,25 @@ class Residents:
         progress.window, progress.usable = entry.window, len(entry.window)
         progress.guesses.propose(entry.window[1:])
         progress.last_token_at = self._rooms.now
+        self._cache_full_blocks(request, progress, entry.tokens)
         self._rooms.publish(request, tokens)
         if end is not None:
             self._finish(request, end)
+
+    def _cache_full_blocks(self, request: Request, progress: Progress, tokens: tuple[Token, ...]) -> None:
+        """Rows before the anchor's position are final. Of the newest one that is true for the target alone: a NextN layer may
+        write its row once more. So a block is full when there is one row behind it."""
+        state, keys = request.state, self._rooms.shape.keys
+        assert isinstance(state, Decoding)
+        if keys is None or not progress.unnamed:
+            return
+        holding, unnamed = state.holding, progress.unnamed
+        unnamed += tokens
+        while (len(holding.cached) + 1) * BLOCK_TOKENS < progress.position:
+            before = holding.cached[-1].key if holding.cached else keys.root
+            (key,) = keys.after(before, token_bytes(unnamed[: BLOCK_TOKENS + 1]), 1)
+            self._rooms.pools[holding.replica].final(holding, key)
+            del unnamed[:BLOCK_TOKENS]
 
     def _count_width(self, width: int) -> None:
         """A replica had a round of this width; 0: nobody was there."""

@@ -16,6 +16,7 @@ from services.scheduler.decode.widths import Widths
 TOTALS = (
     "rounds", "tokens", "requests_finished", "requests_failed", "requests_cancelled", "capacity_aborts",
     "reservations_refused", "late_messages",
+    "prefix_cache_queries", "prefix_cache_hits",
 )  # fmt: skip
 
 
@@ -137,8 +138,8 @@ class Rooms:
             "resident": phases.count(Phase.INSTALLED) + phases.count(Phase.DECODING),
             "finishing": phases.count(Phase.FINISHING),
             "quarantined": phases.count(Phase.RELEASING),
-            "blocks_used": sum(pool.blocks.used for pool in self.pools),
-            "slots_used": sum(pool.slots.used for pool in self.pools),
+            "blocks_used": sum(pool.cache.blocks_in_use for pool in self.pools),
+            "slots_used": sum(pool.cache.slots_in_use for pool in self.pools),
             "places_used": sum(pool.places_used for pool in self.pools),
         }
 

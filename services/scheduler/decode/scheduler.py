@@ -89,6 +89,7 @@ class DecodeScheduler:
             "places": shape.places * shape.replicas,
             "blocks": (shape.num_blocks - 1) * shape.replicas,
             **counters,
+            **self.planner.cache(),
         }
 
     async def _drive_fleet(self) -> None:

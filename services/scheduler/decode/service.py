@@ -50,6 +50,7 @@ class DecodeService(request_pb2_grpc.DecodeSchedulerServicer):
             rank=-1,
             counters={
                 **planner.counters(),
+                **planner.cache(),
                 "client_streams": len(scheduler.clients),
                 "tasks": scheduler.shell.tasks,
             },

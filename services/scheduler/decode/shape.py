@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from services.contracts.geometry import rows_ahead
 from services.contracts.ids import GlobalRank, Replica, Token
+from services.scheduler.block_keys import BlockKeys
 from services.scheduler.decode.capacity import max_request_tokens
 
 
@@ -25,6 +26,7 @@ class EngineShape:
     buckets: tuple[int, ...]  # captured sizes, ascending
     graphs: bool
     request_timeout: float  # seconds, for requests that bring no deadline
+    keys: BlockKeys | None = None  # names cached blocks; None without a prefix cache
 
     @property
     def rows_ahead(self) -> int:

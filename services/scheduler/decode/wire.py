@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from k3mesh.v1 import request_pb2, transfer_pb2, worker_pb2
-from services.contracts.ids import GlobalRank, Place, Replica, RequestId, Room, Token
+from services.contracts.ids import BlockKey, GlobalRank, Place, Replica, RequestId, Room, Token
 from services.contracts.placement import Manifest
 from services.runtime.wire import failure, manifest, read_failure, read_sampling, sampling
+from services.scheduler.block_keys import tokens_of
 from services.scheduler.decode import events as ev
 from services.scheduler.decode.buckets import RoundMode
 from services.scheduler.wire import REASONS, AgentHello, PrefillHello, WorkerHello, agent_hello, worker_hello
@@ -64,6 +65,8 @@ def prefill_event(pair: ev.Pair, message: request_pb2.PrefillToDecode) -> ev.Res
                 prompt_hash=it.prompt_hash,
                 sampling=read_sampling(it.sampling),
                 timeout=it.timeout_ms / 1000,
+                keys=tuple(map(BlockKey, it.block_keys)),
+                tail=tuple(tokens_of(it.tail)),
             )
         case "cancel":
             it = message.cancel
@@ -90,7 +93,12 @@ def to_prefill(it: ToPrefill) -> request_pb2.DecodeToPrefill:
         case ev.AnswerReserve():
             told = failure(it.failure) if it.failure else None
             reply = request_pb2.ReserveReply(
-                room=it.room, accepted=it.accepted, replica=it.replica or 0, failure=told, proposals=it.proposals
+                room=it.room,
+                accepted=it.accepted,
+                replica=it.replica or 0,
+                prefix_tokens=it.prefix_tokens,
+                failure=told,
+                proposals=it.proposals,
             )
             return request_pb2.DecodeToPrefill(reserved=reply)
         case ev.CapacityFreed():
