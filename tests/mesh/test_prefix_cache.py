@@ -19,7 +19,7 @@ from tests.lib.oracle import Oracle
 from tests.lib.predictable import predictable
 
 VOCAB = 512
-TURNS, AT_ONCE = 4, 6
+TURNS, AT_ONCE = 4, 4
 PREFILL = "--chunked-prefill-size 256 --max-num-seqs 4 --num-blocks 49 --num-slots 12"
 DECODE = "--max-num-seqs 8 --num-blocks 65 --low-latency-max-num-tokens-per-gpu 32"
 WIDTHS = {"DSPARK": 8, "MTP": 4}
