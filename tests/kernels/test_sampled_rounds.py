@@ -9,6 +9,7 @@ from torch import Tensor
 
 from services.worker import decode_round
 from services.worker.decode_round import DecodeReplica
+from services.worker.speculative.drafter import Steps
 from services.worker.speculative.nextn import NoCapture
 from services.worker.speculative.sampling import Sampling, distribution
 from services.worker.wire import Mode, PlaceInstall, RoundPlan
@@ -49,8 +50,8 @@ class TableDrafter:
     def begin(self, rows: int, hop) -> NoCapture:
         return NoCapture()
 
-    def draft(self, batch, hidden, capture, following: Tensor, heads: Tensor) -> Tensor:
-        return window_behind(following[heads], self._draft)[:, 1:]
+    def draft(self, batch, hidden, capture, following: Tensor, heads: Tensor, steps: Steps) -> Tensor:
+        return window_behind(following[heads], self._draft)[:, 1 : steps.proposals + 1]
 
 
 def window_behind(anchors: Tensor, draft: Draft) -> Tensor:
@@ -97,7 +98,18 @@ def pairs(law: tuple[float, int, float], draft: Draft, batches: int) -> Tensor:
 
 
 def plan(number: int, installs: Sequence[PlaceInstall], clears: Sequence[int]) -> RoundPlan:
-    return RoundPlan(number, PLACES, Mode.LOW_LATENCY_EAGER, tuple(installs), tuple(clears), (), tuple(range(PLACES)))
+    return RoundPlan(
+        number,
+        PLACES,
+        Mode.LOW_LATENCY_EAGER,
+        tuple(installs),
+        tuple(clears),
+        (),
+        tuple(range(PLACES)),
+        WIDTH,
+        WIDTH - 1,
+        WIDTH - 1,
+    )
 
 
 def statistic(law: tuple[float, int, float], draft: Draft, batches: int) -> tuple[float, float]:
