@@ -63,13 +63,19 @@ class Engine:
                 if self.answer and it.tokens >= self.answer:
                     asked = self.widths.worth_drafting(Replica(replica))
                     places[index] = _Request(self._proposals(self.chance[replica], asked))
-                    self.widths.joined(Replica(replica))
+                    self.widths.joined(Replica(replica), 1 / self.requests)
         took = self.takes(max(part.width for part in parts), max(part.proposals for part in parts))
         self.seconds += took
         self.widths.done(took * (1 + self.noise * 5 * self.random.random() ** 4), verdicts)  # now and then much
 
     def takes(self, width: int, proposals: int) -> float:
         return 1 + self.row * (width - 1) + self.draft * proposals
+
+    def replace_all(self) -> None:
+        for replica, places in enumerate(self.places):
+            asked = self.widths.worth_drafting(Replica(replica))
+            places[:] = [_Request(self._proposals(self.chance[replica], asked)) for _ in places]
+            self.widths.joined(Replica(replica), 1.0)
 
     def _step(self, it: "_Request", part: Width, chance: float) -> list[Verdict]:
         right = 0
@@ -144,6 +150,21 @@ def test_it_goes_off_within_a_few_rounds_when_text_turns():
     engine.chance = [0.0]
     engine.run(25)
     assert engine.history[-1][0].width == 1
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+def test_newcomers_are_not_judged_by_those_before_them(requests: int):
+    engine = Engine([0.8], requests, row=0.15, answer=48)
+    engine.run(300)
+    assert engine.history[-1][0].width > 1
+    engine.chance = [0.02]
+    engine.replace_all()
+    assert engine.run(96) > 0.92
+    engine.run(200)
+    engine.chance = [0.8]
+    engine.replace_all()
+    engine.run(20)
+    assert engine.run(60) > 0.75 * best_fixed(engine)
 
 
 def test_a_replica_goes_off_beside_one_that_does_not():

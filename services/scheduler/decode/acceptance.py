@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from services.contracts.ids import Token
 
-MEMORY = 12  # rounds that told something, until what they told counts a third
+MEMORY = 16  # windows, until what one told counts a third
+HEARSAY = 3  # windows that count of what other requests told
 PRIOR = 0.5  # of a first proposal to be right, with the weight of one window
 
 
@@ -48,7 +49,7 @@ class Guesses:
 
 
 class Acceptance:
-    """One replica's verdicts by position; old ones fade with each round that brings new ones."""
+    """One replica's verdicts by position; old ones fade with each window that brings new ones."""
 
     def __init__(self, width: int):
         self._tried = [0.0] * (width - 1)
@@ -63,12 +64,20 @@ class Acceptance:
         """One round's."""
         if not verdicts:
             return
-        fade = 1 - 1 / MEMORY
-        self._tried = [count * fade for count in self._tried]
-        self._right = [count * fade for count in self._right]
+        windows = sum(verdict.position == 1 for verdict in verdicts)
+        self._fade(MEMORY / (MEMORY + windows))
         for verdict in verdicts:
             self._tried[verdict.position - 1] += 1
             self._right[verdict.position - 1] += verdict.right
+
+    def newcomers(self, share: float) -> None:
+        """This share of the requests is new: what is known is of others, and counts for little."""
+        if (windows := self._tried[0]) > HEARSAY:
+            self._fade(max(1 - share, HEARSAY / windows))
+
+    def _fade(self, factor: float) -> None:
+        self._tried = [count * factor for count in self._tried]
+        self._right = [count * factor for count in self._right]
 
     def expected(self, width: int) -> float:
         """Tokens that a round of this width gives a request: 1 + the survival of each proposal. A position of which little is

@@ -27,8 +27,9 @@ class Residents:
         if rooms.round is not None:
             return None
         for pool, residents in zip(rooms.pools, rooms.residents, strict=True):
-            if any(isinstance(request.state, Installed) for request in residents.values()):
-                rooms.widths.joined(pool.replica)
+            new = sum(isinstance(request.state, Installed) for request in residents.values())
+            if new:
+                rooms.widths.joined(pool.replica, new / len(residents))
         launched = launch(self._rounds_launched + 1, rooms.shape, rooms.pools, rooms.residents, rooms.widths, now)
         if launched is None:
             return None
