@@ -14,7 +14,8 @@ from services.contracts.ids import Replica
 from services.scheduler.decode.acceptance import Acceptance, Verdict
 from services.scheduler.decode.costs import RoundCosts
 
-MARGIN = 1.05  # a change of width promises this much more, and so does speculation as long as it stays on
+MARGIN = 1.05  # a change of width promises this much more
+WORTH = 1.1  # speculation promises this much more than none, to come on and to stay: what is measured is noisy
 SURPRISE = 0.2  # a look whose proposals were right so much more often than expected is followed by another at once
 NEARLY = 0.97  # of the tokens that the common width would give: a replica leaves the rest
 REST, LONGEST_REST = 8, 64  # rounds between looks of a replica that is off; twice as many after each that shows nothing
@@ -121,7 +122,7 @@ class Widths:
     def _common(self, bucket: int, live: Sequence[int]) -> int:
         def rate(width: int) -> float:
             tokens = sum(rows * it.acceptance.expected(width) for rows, it in zip(live, self._replicas, strict=True))
-            return tokens / self._costs.of(bucket, width) / (MARGIN if width > 1 else 1)
+            return tokens / self._costs.of(bucket, width) / (WORTH if width > 1 else 1)
 
         best = max(self.ladder, key=rate)  # the narrowest of equals
         if rate(best) > MARGIN * rate(self._widest):

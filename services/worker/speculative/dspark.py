@@ -15,7 +15,7 @@ from services.worker.model.batch import TensorParallel, cache_slots
 from services.worker.model.vocabulary import Embedding
 from services.worker.speculative.capture import CaptureTarget
 from services.worker.speculative.dspark_layer import Block, DSparkLayer
-from services.worker.speculative.rotary import frequencies
+from services.worker.speculative.rotary import frequencies, rotate
 from services.worker.speculative.weights import EMBEDDING
 
 
@@ -42,7 +42,7 @@ class K3DSparkModel:
         self._embed: Callable[[Tensor], Tensor] | None = None if own is None else Embedding(own, tp)
         self._head: Callable[[Tensor], Tensor] | None = None
         if caches:
-            frequency = frequencies(draft.rope, draft.qk_rope_head_dim)
+            frequency = self._frequency = frequencies(draft.rope, draft.qk_rope_head_dim)
             self._kv_a = weights.pop("kv_a_proj.weight")  # of all layers, one below the other
             kv_a = self._kv_a.unflatten(0, (draft.num_hidden_layers, draft.mla_row))
             self._layers = [
@@ -75,8 +75,10 @@ class K3DSparkModel:
     def write_context(self, context: Tensor, positions: Tensor, write_slots: Tensor) -> None:
         """C [T, d] -> the row of each position in every draft layer's cache, without the layers' input norms."""
         rows = F.linear(context, self._kv_a).unflatten(-1, (len(self._layers), -1))
-        for layer, row in zip(self._layers, rows.unbind(1), strict=True):
-            layer.write(row, positions, write_slots)
+        latents, keys = rows.split([self._draft.kv_lora_rank, self._draft.qk_rope_head_dim], dim=-1)
+        keys = rotate(keys, positions, self._frequency)
+        for layer, latent, key in zip(self._layers, latents.unbind(1), keys.unbind(1), strict=True):
+            layer.write(latent, key, write_slots)
 
     def propose(self, anchors: Tensor, positions: Tensor, block_tables: Tensor, count: int) -> Tensor:
         """`count` proposals after each anchor, greedy: [B, count] int64, equal on all TP ranks (collective).

@@ -60,17 +60,15 @@ class DSparkLayer:
         gate, up = F.linear(norm(x, self._mlp_norm, eps), self._gate_up).float().chunk(2, dim=-1)
         return x + self._tp.all_reduce(F.linear((F.silu(gate) * up).to(x.dtype), self._down))
 
-    def write(self, row: Tensor, positions: Tensor, write_slots: Tensor) -> None:
-        """kv_a's output [T, row] -> the cache: the latent normed, the key part rotated."""
-        draft = self._draft
-        latent, key = row.split([draft.kv_lora_rank, draft.qk_rope_head_dim], dim=-1)
-        latent = self._ops.rms_norm(latent, self._kv_norm, draft.rms_norm_eps)
-        row = torch.cat([latent, rotate(key, positions, self._frequency)], dim=-1)
-        self._ops.mla_write(row, write_slots, self._cache)
+    def write(self, latent: Tensor, key: Tensor, write_slots: Tensor) -> None:
+        """kv_a's output, its latent [T, latent] and its key part [T, rope], rotated -> the cache, the latent normed."""
+        latent = self._ops.rms_norm(latent, self._kv_norm, self._draft.rms_norm_eps)
+        self._ops.mla_write(torch.cat([latent, key], dim=-1), write_slots, self._cache)
 
     def _attend(self, x: Tensor, block: Block) -> Tensor:
         draft, ops = self._draft, self._ops
-        self.write(F.linear(x, self._kv_a), block.positions, block.write_slots)
+        latent, key = F.linear(x, self._kv_a).split([draft.kv_lora_rank, draft.qk_rope_head_dim], dim=-1)
+        self.write(latent, rotate(key, block.positions, self._frequency), block.write_slots)
         q = F.linear(ops.rms_norm(F.linear(x, self._q_a), self._q_norm, draft.rms_norm_eps), self._q_b)
         q_nope, q_key = q.unflatten(-1, (self._heads, -1)).split([draft.qk_nope_head_dim, draft.qk_rope_head_dim], dim=-1)
         q_key = rotate(q_key, block.positions, self._frequency)
