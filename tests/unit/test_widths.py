@@ -28,6 +28,7 @@ class Engine:
     row: float = 0.15
     draft: float = 0.05
     noise: float = 0.0
+    load: float = 1.0  # up to so much slower is the machine at times, for 40 rounds on average
     answer: int = 0  # tokens, after which a request is followed by another; 0: none ends
     adaptive: bool = True
     seed: int = 0
@@ -36,7 +37,7 @@ class Engine:
     history: list[tuple[Width, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.random = Random(self.seed)
+        self.random, self.slower = Random(self.seed), 1.0
         self.widths = Widths(len(self.chance), self.full, self.adaptive)
         self.places = [
             [_Request(self._proposals(chance, self.full - 1)) for _ in range(self.requests)] for chance in self.chance
@@ -66,7 +67,10 @@ class Engine:
                     self.widths.joined(Replica(replica), 1 / self.requests)
         took = self.takes(max(part.width for part in parts), max(part.proposals for part in parts))
         self.seconds += took
-        self.widths.done(took * (1 + self.noise * 5 * self.random.random() ** 4), verdicts)  # now and then much
+        if self.random.random() < 1 / 40:
+            self.slower = 1 + (self.load - 1) * self.random.random()
+        measured = took * self.slower * (1 + self.noise * 5 * self.random.random() ** 4)  # now and then much
+        self.widths.done(measured, verdicts)
 
     def takes(self, width: int, proposals: int) -> float:
         return 1 + self.row * (width - 1) + self.draft * proposals
@@ -108,6 +112,7 @@ def best_fixed(engine: Engine) -> float:
 
 
 costs = {"row": st.floats(0.0, 1.0), "draft": st.floats(0.0, 0.2), "noise": st.sampled_from([0.0, 0.1, 0.3])}
+costs["load"] = st.sampled_from([1.0, 3.0])
 shapes = {"requests": st.sampled_from([1, 2, 8, 16]), "full": st.sampled_from([2, 4, 5, 8]), "seed": st.integers(0, 1 << 16)}
 
 
@@ -115,13 +120,13 @@ shapes = {"requests": st.sampled_from([1, 2, 8, 16]), "full": st.sampled_from([2
 @given(chance=st.floats(0.0, 0.05), answer=st.sampled_from([0, 8, 64]), of=st.fixed_dictionaries({**costs, **shapes}))
 def test_text_that_nobody_can_foresee_costs_a_few_percent_at_most(chance: float, answer: int, of: dict[str, Any]):
     """From the first round on, and with newcomers all the time."""
-    assert Engine([chance, chance], answer=answer, **of).run(200) > 0.95
+    assert Engine([chance, chance], answer=answer, **of).run(200) > 0.93
 
 
 @settings(max_examples=30, deadline=None)
 @given(chance=st.floats(0.0, 1.0), answer=st.sampled_from([0, 32]), of=st.fixed_dictionaries({**costs, **shapes}))
 def test_no_text_costs_more_than_a_few_percent(chance: float, answer: int, of: dict[str, Any]):
-    assert Engine([chance, chance], answer=answer, **of).run(200) > 0.9
+    assert Engine([chance, chance], answer=answer, **of).run(200) > 0.85
 
 
 @settings(max_examples=20, deadline=None)
@@ -139,8 +144,9 @@ def test_it_comes_back_when_text_can_be_foreseen_again(requests: int, full: int,
     engine.run(300)
     assert engine.history[-1][0].width == 1
     engine.chance = [0.9]
-    engine.run(100)  # the longest rest, and a few looks
-    assert engine.run(100) > 0.75 * best_fixed(engine) > 1.1
+    engine.run(150)  # the longest rest, twice, and a few looks
+    assert engine.run(100) > 0.65 * best_fixed(engine)
+    assert max(parts[0].width for parts in engine.history[-100:]) > 1
 
 
 def test_it_goes_off_within_a_few_rounds_when_text_turns():
@@ -171,10 +177,10 @@ def test_a_replica_goes_off_beside_one_that_does_not():
     engine = Engine([0.9, 0.01], row=0.1)
     engine.run(200)
     widths = [parts for parts in engine.history[50:] if parts[0].width > 1]
-    assert len(widths) > 100 and all(other.width == 1 for _, other in widths)
+    assert len(widths) > 100 and sum(other.width == 1 for _, other in widths) > 0.7 * len(widths)
     engine.chance = [0.01, 0.9]
     engine.run(200)
-    assert engine.history[-1][0].width == 1 < engine.history[-1][1].width
+    assert sum(one.width == 1 < other.width for one, other in engine.history[-50:]) > 30
 
 
 def test_rounds_narrow_when_a_large_batch_makes_rows_dear():
@@ -182,7 +188,7 @@ def test_rounds_narrow_when_a_large_batch_makes_rows_dear():
     for engine in (small, large):
         engine.run(300)
     assert max(parts[0].width for parts in small.history[-8:]) >= 4
-    assert sum(parts[0].width == 1 for parts in large.history[-200:]) > 185  # it looks, and tries again when costs are old
+    assert sum(parts[0].width == 1 for parts in large.history[-200:]) > 150  # it looks, and tries again when costs are old
 
 
 def test_the_same_events_give_the_same_widths():
@@ -231,28 +237,38 @@ def test_expected_tokens_are_the_survivals_that_were_seen():
     assert acceptance.expected(4) == pytest.approx(2 + 1 / 6, abs=0.02), "an unseen position is like the one before it"
 
 
+def timed(costs: RoundCosts, bucket: int, width: int, *seconds: float) -> None:
+    for took in seconds:
+        costs.count(bucket)
+        costs.measure(bucket, width, took)
+
+
 def test_one_odd_duration_moves_no_cost_far():
     costs = RoundCosts()
-    for seconds in (1.0, 1.1, 0.9, 1.0):
-        costs.count(8)
-        costs.measure(8, 1, seconds)
+    timed(costs, 8, 1, 1.0, 1.0, 1.0, 1.1, 0.9, 1.0)
     assert costs.of(8, 2) == pytest.approx(GROWTH) and costs.of(8, 8) == pytest.approx(GROWTH**3)
-    costs.measure(8, 8, 50.0)
+    timed(costs, 8, 8, 50.0)
     assert costs.of(8, 8) == pytest.approx(GROWTH**3)
-    for _ in range(2):
-        costs.measure(8, 8, 5.0)
-    assert costs.of(8, 8) == 5.0
-    costs.measure(8, 1, 99.0)
-    assert costs.of(8, 1) == 1.0 and costs.of(4, 8) == pytest.approx(GROWTH**3)
+    timed(costs, 8, 8, 5.0, 5.0)
+    assert costs.of(8, 8) == pytest.approx(5.0, rel=0.3)
+    assert costs.of(8, 1) == pytest.approx(1.0) and costs.of(4, 8) == pytest.approx(GROWTH**3)
 
 
-def test_durations_count_as_long_as_they_are_fresh():
+def test_a_machine_that_slows_down_changes_no_cost():
     costs = RoundCosts()
-    costs.measure(2, 1, 1.0)
-    for _ in range(3):
-        costs.measure(2, 4, 8.0)
-    assert (costs.of(2, 4), costs.age(2, 4)) == (8.0, 0)
-    for _ in range(300):
-        costs.count(2)
-        costs.measure(2, 1, 1.0)
+    timed(costs, 2, 1, *[1.0] * 10)
+    timed(costs, 2, 4, *[2.0] * 10)
+    for slow in (1.5, 2.0, 3.0, 3.0, 3.0, 1.0, 0.7):
+        timed(costs, 2, 4, *[2.0 * slow] * 12)
+    assert costs.of(2, 4) / costs.of(2, 1) == pytest.approx(2.0, rel=0.1)
+    timed(costs, 2, 1, *[0.7] * 4)
+    assert costs.of(2, 4) / costs.of(2, 1) == pytest.approx(2.0, rel=0.1)
+
+
+def test_costs_count_as_long_as_they_are_fresh():
+    costs = RoundCosts()
+    timed(costs, 2, 1, 1.0, 1.0, 1.0)
+    timed(costs, 2, 4, 8.0, 8.0, 8.0)
+    assert costs.age(2, 4) == 0 and costs.of(2, 4) > 4
+    timed(costs, 2, 1, *[1.0] * 300)
     assert costs.of(2, 4) == pytest.approx(GROWTH**2) and costs.age(2, 4) == 300

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from services.contracts.ids import Token
 
 MEMORY = 16  # windows, until what one told counts a third
-HEARSAY = 3  # windows that count of what other requests told
-PRIOR = 0.5  # of a first proposal to be right, with the weight of one window
+HEARSAY = 3  # windows that count of what is old, or what other requests told
+PRIOR, PRIOR_WEIGHT = 0.5, 0.5  # of a first proposal to be right; windows that count for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class Acceptance:
             self._tried[verdict.position - 1] += 1
             self._right[verdict.position - 1] += verdict.right
 
-    def newcomers(self, share: float) -> None:
-        """This share of the requests is new: what is known is of others, and counts for little."""
+    def doubt(self, share: float = 1.0) -> None:
+        """What is known is old, or this share of the requests is new: so much of it counts for little from now on."""
         if (windows := self._tried[0]) > HEARSAY:
             self._fade(max(1 - share, HEARSAY / windows))
 
@@ -84,7 +84,7 @@ class Acceptance:
         known is taken to be as good as the one before it."""
         total, survival, share = 1.0, 1.0, PRIOR
         for tried, right in zip(self._tried[: width - 1], self._right[: width - 1], strict=True):
-            share = (right + share) / (tried + 1)
+            share = (right + PRIOR_WEIGHT * share) / (tried + PRIOR_WEIGHT)
             survival *= share
             total += survival
         return total

@@ -1,63 +1,72 @@
-"""What a lockstep round takes, by bucket and by the width of its widest replica: everyone waits for that one."""
+"""What a lockstep round takes, by bucket and by the width of its widest replica: everyone waits for that one.
+
+Rounds of different widths are never timed together, and a machine is not equally fast all the time. So a round is timed against
+those just before it, whatever their width was: a cost is relative to what a round of width 1 would have taken then.
+"""
 
 from collections import Counter, deque
-from collections.abc import Sequence
 from math import inf, log2
 from statistics import median
 
-KEPT = 7  # durations of one bucket and width
-FRESH = 256  # rounds of a bucket, until a duration counts no more
+KEPT = 7  # costs of one bucket and width
+FRESH = 256  # rounds of a bucket, until a cost counts no more
 GROWTH = 1.3  # of a round whose width doubles, until it is measured
-TRUSTED = 3  # durations that outweigh the guess; one alone may be an accident of its moment
+TRUSTED = 3  # costs that outweigh the guess; one alone may be an accident of its moment
+BEFORE = 5  # rounds that tell how fast the machine is now
+ENOUGH = 3  # of them, at least
+GAP = 8  # rounds without a timed one of the bucket: it is not known any more
 
 
 class RoundCosts:
-    """Seconds of rounds. Only their ratios within a bucket mean anything to those who ask."""
+    """Costs of rounds. Only their ratios within a bucket mean anything to those who ask."""
 
     def __init__(self):
+        self._total = 0  # rounds
         self._rounds: Counter[int] = Counter()  # by bucket
-        self._durations: dict[tuple[int, int], deque[tuple[int, float]]] = {}  # number of the bucket's round, seconds
+        self._costs: dict[tuple[int, int], deque[tuple[int, float]]] = {}  # number of the bucket's round, cost
+        self._pace: dict[int, deque[float]] = {}  # seconds of width 1, by bucket, as the last rounds tell
+        self._timed: dict[int, int] = {}  # by bucket, the last round that was timed
 
     def count(self, bucket: int) -> None:
-        """A round of this bucket, measured or not: the others get older."""
+        """A round of this bucket, timed or not: the others get older."""
+        self._total += 1
         self._rounds[bucket] += 1
 
     def measure(self, bucket: int, width: int, seconds: float) -> None:
-        kept = self._durations.setdefault((bucket, width), deque(maxlen=KEPT))
-        kept.append((self._rounds[bucket], seconds))
+        """The round that was counted last took so long."""
+        pace = self._pace.setdefault(bucket, deque(maxlen=BEFORE))
+        if self._total - self._timed.get(bucket, 0) > GAP:
+            pace.clear()
+        expected = self.of(bucket, width)
+        if len(pace) >= ENOUGH:
+            costs = self._costs.setdefault((bucket, width), deque(maxlen=KEPT))
+            costs.append((self._rounds[bucket], seconds / median(pace)))
+        pace.append(seconds / expected)
+        self._timed[bucket] = self._total
 
     def age(self, bucket: int, width: int) -> float:
         """Rounds of the bucket since this width was measured in it; infinite if it never was."""
-        kept = self._durations.get((bucket, width))
-        return self._rounds[bucket] - kept[-1][0] if kept else inf
+        costs = self._costs.get((bucket, width))
+        return self._rounds[bucket] - costs[-1][0] if costs else inf
 
     def confidence(self, bucket: int, width: int) -> float:
         """0 to 1: how much was measured of what is kept at most."""
-        return len(self._durations.get((bucket, width), ())) / KEPT
+        return len(self._costs.get((bucket, width), ())) / KEPT
 
     def of(self, bucket: int, width: int) -> float:
-        """What it takes undisturbed, of what was measured lately; where that is little, drawn towards the nearest width."""
+        """The median of what was measured lately; where that is little, drawn towards what the nearest width says."""
         own = self._recent(bucket, width)
-        if len(own) < TRUSTED:
-            return median([*own, *[self._guess(bucket, width)] * (TRUSTED - 1)])
-        return _undisturbed(own)
+        return median(own if len(own) >= TRUSTED else [*own, *[self._guess(bucket, width)] * (TRUSTED - 1)])
 
     def _guess(self, bucket: int, width: int) -> float:
-        """From the width next to it that was measured more often; from this one itself if there is none."""
-        others = {of: self._recent(bucket, of) for at, of in self._durations if at == bucket}
-        near = [of for of, seconds in others.items() if seconds and (of != width)]
-        if others.get(width) and not any(len(others[of]) >= TRUSTED for of in near):
-            return _undisturbed(others[width])
-        if not near:
-            return GROWTH ** log2(width)
-        nearest = min(near, key=lambda of: (abs(log2(of / width)), of))
-        return _undisturbed(others[nearest]) * GROWTH ** log2(width / nearest)
+        """From the width next to it, of those that are trusted; from this one itself if none is."""
+        known = {of: self._recent(bucket, of) for at, of in self._costs if at == bucket}
+        trusted = [of for of, costs in known.items() if of != width and len(costs) >= TRUSTED]
+        if not trusted:
+            return median(known[width]) if known.get(width) else GROWTH ** log2(width)
+        nearest = min(trusted, key=lambda of: (abs(log2(of / width)), of))
+        return median(known[nearest]) * GROWTH ** log2(width / nearest)
 
     def _recent(self, bucket: int, width: int) -> list[float]:
-        kept = self._durations.get((bucket, width), ())
-        return [seconds for number, seconds in kept if self._rounds[bucket] - number < FRESH]
-
-
-def _undisturbed(seconds: Sequence[float]) -> float:
-    """The lower quartile: what disturbs a round only ever makes it longer."""
-    return sorted(seconds)[len(seconds) // 4]
+        costs = self._costs.get((bucket, width), ())
+        return [cost for number, cost in costs if self._rounds[bucket] - number < FRESH]

@@ -3,7 +3,7 @@
 Rounds are lockstep, so their duration is common: it is measured for the widest replica's width. What a replica has of its own
 is how often its proposals are right, and how many requests it has. So one width is chosen for all, that of the most tokens a
 second, and each replica then takes as little of it as gives it nearly as many tokens. Whoever has speculation off drafts one
-proposal now and then, which nobody verifies, and sees by the next tokens whether it would have been right (decision 12).
+proposal now and then, which nobody verifies, and sees by the next tokens whether it would have been right (decision 16).
 """
 
 from collections.abc import Sequence
@@ -42,6 +42,7 @@ class _Replica:
     target: int = 1
     rest: int = REST
     look_at: int = REST  # the round in which it looks again
+    rested: bool = True  # and not just because the last look surprised
 
 
 class Widths:
@@ -85,7 +86,7 @@ class Widths:
         for it, told in zip(self._replicas, verdicts, strict=True):
             first = [verdict.right for verdict in told if verdict.position == 1]
             if it.target == 1 and first and sum(first) / len(first) > it.acceptance.expected(2) - 1 + SURPRISE:
-                it.look_at = self._round + 1
+                it.look_at, it.rested = self._round + 1, False
             it.acceptance.add(told)
 
     def worth_drafting(self, replica: Replica) -> int:
@@ -98,7 +99,7 @@ class Widths:
         """This share of a replica's requests is new."""
         it = self._replicas[replica]
         if self._full > 1:
-            it.acceptance.newcomers(share)
+            it.acceptance.doubt(share)
         it.rest = min(it.rest, NEWCOMER_REST)
         it.look_at = min(it.look_at, self._round + it.rest)
 
@@ -106,6 +107,9 @@ class Widths:
         width = max(width for width in self.ladder if width <= min(it.target, window))
         if it.target > 1 or not looking:
             return Width(width, it.target - 1)
+        if self._round >= it.look_at and it.rested:
+            it.acceptance.doubt()
+        it.rested = True
         it.rest = min(2 * it.rest, LONGEST_REST)
         it.look_at = self._round + it.rest
         return Width(width, 1)
