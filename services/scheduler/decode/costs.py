@@ -37,11 +37,12 @@ class RoundCosts:
         pace = self._pace.setdefault(bucket, deque(maxlen=BEFORE))
         if self._total - self._timed.get(bucket, 0) > GAP:
             pace.clear()
-        expected = self.of(bucket, width)
+        known, expected = width == 1 or len(self._recent(bucket, width)) >= TRUSTED, self.of(bucket, width)
         if len(pace) >= ENOUGH:
             costs = self._costs.setdefault((bucket, width), deque(maxlen=KEPT))
             costs.append((self._rounds[bucket], seconds / median(pace)))
-        pace.append(seconds / expected)
+        if known:
+            pace.append(seconds / expected)
         self._timed[bucket] = self._total
 
     def age(self, bucket: int, width: int) -> float:
