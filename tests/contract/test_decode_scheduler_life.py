@@ -23,6 +23,11 @@ async def peers():
 
 
 @pytest.fixture
+def short_drain(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("services.scheduler.decode.main.DRAIN_S", 0.1)
+
+
+@pytest.fixture
 async def scheduler(peers: DecodePeers, journal: RedisServer):
     running = RunningDecode(peers, journal.url)
     await running.ready()
@@ -244,8 +249,7 @@ async def test_sigterm_lets_residents_finish_and_then_the_process_ends_well(sche
     assert (await journalled(journal, "r1", "FINISHED"))[-1]["state"] == "FINISHED"
 
 
-async def test_who_is_left_when_the_drain_is_over_gets_a_last_word(scheduler, prefill, peers, monkeypatch):
-    monkeypatch.setattr("services.scheduler.decode.main.DRAIN_S", 0.1)
+async def test_who_is_left_when_the_drain_is_over_gets_a_last_word(short_drain, scheduler, prefill, peers):
     peers.script.hold_rounds = True
     room = await prefill.reserved("r1", max_tokens=5)
     call = scheduler.attach("r1", room)

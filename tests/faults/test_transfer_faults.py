@@ -199,11 +199,12 @@ async def test_the_death_of_a_worker_ends_its_agent_and_the_rooms_of_its_peers(t
             await other.until_counters(lambda counters: not any(counters.values()))
 
 
-async def test_ten_lives_of_a_pairing_leave_nothing_behind(tmp_path: Path):
+@pytest.mark.parametrize("lives", [4, pytest.param(10, marks=pytest.mark.soak)])
+async def test_many_lives_of_a_pairing_leave_nothing_behind(tmp_path: Path, lives: int):
     """Kill and restart the decode agent again and again under load; the prefill agents serve every life."""
     async with mesh(tmp_path, replicas=0) as made:
         room = 0
-        for life in range(10):
+        for life in range(lives):
             changes: dict[str, Any] = dict(engine_epoch=100 + life)
             async with agent(record("decode", **changes), tmp_path / f"life-{life}") as decode:
                 made.replicas = [decode]
