@@ -55,8 +55,10 @@ class SpeculationArguments(FlagSet):
     adversarial: bool = Field(default=False, description="random token ids instead, which no drafter can foresee")
     random_lengths: Integers = Field(default=RANDOM_LENGTHS, description="tokens of the adversarial prompts, in turn")
     temperature: float = Field(default=0.0, ge=0, description="answers are sampled, with a seed that is the same on both sides")
-    fixed_width: bool = Field(
-        default=False, description="every round at the full width, also where it costs more than it brings"
+    adaptive: bool = Field(
+        default=False,
+        description="rounds narrow where the full width costs more than it brings, as a mesh's do by default; --adversarial "
+        "implies it",
     )
     num_prompts: int = Field(default=0, ge=0, description="so many of the prompts, from the first; 0: all")
     max_tokens: int = Field(default=64, ge=2, description="length of an answer, at most")
@@ -66,6 +68,10 @@ class SpeculationArguments(FlagSet):
     prefill: str = Field(default="", description="more flags of both prefill engines, as of `k3mesh up`")
     decode: str = Field(default="", description="more flags of both decode engines, likewise")
     as_json: bool = Field(default=False, description="print one JSON object instead of a table")
+
+    @property
+    def adapts(self) -> bool:
+        return self.adaptive or self.adversarial
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Result:
     width: int
     adversarial: bool
     temperature: float
-    fixed_width: bool
+    adaptive: bool
     prompts: int
     concurrency: int
     repeats: int
@@ -105,7 +111,7 @@ def main(argv: list[str]) -> int:
     prompts = _prompts(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # leave by KeyboardInterrupt, through every finally
-    fixed = "--no-speculative-adaptive" if arguments.fixed_width else ""
+    fixed = "" if arguments.adapts else "--no-speculative-adaptive"
     folder = Path(tempfile.mkdtemp(prefix="k3mesh-bench-"))
     try:
         with _mesh(arguments, folder / "on", _drafter(arguments), fixed) as on, _mesh(arguments, folder / "off", "") as off:
@@ -187,7 +193,7 @@ def _result(arguments: SpeculationArguments, passes: dict[str, list[Pass]], on: 
         width=arguments.width,
         adversarial=arguments.adversarial,
         temperature=arguments.temperature,
-        fixed_width=arguments.fixed_width,
+        adaptive=arguments.adapts,
         prompts=len(truth),
         concurrency=arguments.concurrency,
         repeats=arguments.repeats,
