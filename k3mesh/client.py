@@ -220,7 +220,8 @@ class Client:
 
     def _attach(self, address: str, request_id: str, room: int) -> Any:
         stub: Any = request_pb2_grpc.DecodeSchedulerStub(self._channel(address))
-        return stub.Attach(request_pb2.AttachRequest(request_id=request_id, room=room))
+        # After the engine came back this channel may still pause between attempts; if it is gone, the other stream tells.
+        return stub.Attach(request_pb2.AttachRequest(request_id=request_id, room=room), wait_for_ready=True)
 
     async def _call(self, call: Any, address: str) -> Any:
         try:

@@ -32,6 +32,7 @@ async def test_a_killed_process_ends_its_requests_with_typed_errors_and_the_mesh
     assert any(end in TYPED for end in ends if isinstance(end, int)), f"the kill came too late to prove anything: {ends}"
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 async def test_processes_of_both_engines_and_the_gateway_may_die_at_once(mesh: Mesh):
     victims = ["decode-0.worker-0", "gateway", "prefill-0.worker-1"]

@@ -32,6 +32,7 @@ async def test_a_stopped_process_is_killed_and_its_requests_end_with_typed_error
     assert any(end in TYPED for end in ends if isinstance(end, int)), f"the stop came too late to prove anything: {ends}"
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 async def test_a_worker_that_stops_while_nothing_runs_makes_the_mesh_not_ready_within_ten_seconds(mesh: Mesh):
     await until_health(mesh)
@@ -45,6 +46,7 @@ async def test_a_stopped_gateway_is_started_again_and_what_it_had_asked_for_is_f
     assert await assert_survives(mesh, ["gateway"], signal.SIGSTOP, within=60) == [0] * 8
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(120)
 async def test_a_stopped_redis_is_started_again_and_running_requests_finish(mesh: Mesh):
     await until_health(mesh)

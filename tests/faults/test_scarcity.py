@@ -9,6 +9,7 @@ from tests.lib.load import Answer, assert_nothing_left, attempt, prompts
 from tests.lib.mesh import running_mesh
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 async def test_a_cache_of_one_request_serves_many_one_after_the_other(checkpoint: Path):
     one = "--num-blocks 3 --max-num-seqs 2"  # two blocks, as a prompt of 200 takes

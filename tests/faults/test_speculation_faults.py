@@ -176,7 +176,7 @@ async def assert_survives(mesh: Mesh, victim: str, drafting: bool) -> None:
     """Kill it at that moment: requests end by a typed error or whole, the mesh heals and answers as before."""
     await until_health(mesh)
     before = await truth(mesh)
-    running = [asyncio.ensure_future(attempt(mesh, prompt, max_tokens=300)) for prompt in prompts(6, [3, 100, 128], VOCAB, 9)]
+    running = [asyncio.ensure_future(attempt(mesh, prompt, max_tokens=900)) for prompt in prompts(6, [3, 100, 128], VOCAB, 9)]
     if drafting:
         async with Client(mesh.prefill_address) as client:
             await until_drafting(mesh, client)

@@ -6,6 +6,7 @@ import select
 from collections.abc import Sequence
 from itertools import count
 
+from k3mesh.errors import MeshError
 from tests.lib.load import Answer, assert_nothing_left, attempt, prompts, until_health
 from tests.lib.mesh import Mesh
 
@@ -37,6 +38,13 @@ async def assert_survives(mesh: Mesh, victims: Sequence[str], number: int, withi
 
 async def assert_heals(mesh: Mesh) -> None:
     """The mesh becomes ready again and holds nothing of what was; no process of an earlier life is left."""
-    await until_health(mesh)
+    async with asyncio.timeout(60):
+        while True:
+            await until_health(mesh)
+            try:
+                await mesh.inspect()
+                break
+            except MeshError:  # its health has not noticed yet
+                await asyncio.sleep(0.1)
     await assert_nothing_left(mesh)
     assert not mesh.strays(), "processes that nobody knows"

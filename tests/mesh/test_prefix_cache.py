@@ -177,6 +177,7 @@ async def test_clients_that_leave_during_prefill_leave_nothing_and_disturb_nobod
     await assert_nothing_left(mesh)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 async def test_an_engine_that_starts_anew_knows_nothing_of_the_cache_before(mesh: Mesh):
     (prompt,) = prompts(1, [500], VOCAB, 4000)

@@ -60,7 +60,10 @@ async def answers(mesh: Mesh) -> list[int]:
         return (await complete(client, [300, 301, 302], max_tokens=4, ignore_eos=True)).tokens
 
 
-@pytest.mark.parametrize("lost", ["gateway", "redis", "decode-0.worker-1", "prefill-0.agent-2"])
+@pytest.mark.parametrize(
+    "lost",
+    ["redis", "decode-0.worker-1", *(pytest.param(name, marks=pytest.mark.soak) for name in ("gateway", "prefill-0.agent-2"))],
+)
 async def test_a_lost_process_comes_back_and_the_mesh_answers_as_before(mesh: Mesh, lost: str):
     before, expected = mesh.processes(), await answers(mesh)
     mesh.signal(lost)
