@@ -22,6 +22,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 UNSET = 0  # derived at the end of parsing; as a given value it is refused
 CACHE_BYTES = 1 << 30  # of one rank, where --num-blocks leaves the size to us
+TCP_FRAME_BYTES, NVLINK_FRAME_BYTES = 8 << 20, 64 << 20  # fill the way without holding up others (spec ucx §3, gpu-findings)
 LADDER = (1, 2, 4, *range(8, 161, 8))  # default capture sizes, cut by the batch
 
 

@@ -12,6 +12,7 @@ GlobalRank = NewType("GlobalRank", int)
 Token = NewType("Token", int)
 BlockKey = NewType("BlockKey", bytes)  # names the tokens of a full block and all before it
 
+TOKEN_BYTES = 4  # of a token id in a prompt: little-endian uint32
 NULL_BLOCK = BlockId(0)
 NULL_SLOT = SlotId(0)
 BLOCK_TOKENS = 128

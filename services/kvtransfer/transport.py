@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from services.contracts.arguments import NVLINK_FRAME_BYTES, TCP_FRAME_BYTES
 from services.kvtransfer.frames import Bytes
 
 ENVIRONMENT = {  # the TCP profile; the environment of the process goes first
@@ -23,12 +24,12 @@ ENVIRONMENT = {  # the TCP profile; the environment of the process goes first
     "UCX_WARN_UNUSED_ENV_VARS": "n",
 }
 WAKE_MS = 100
-TCP_FRAME, NVLINK_FRAME = 8 << 20, 64 << 20  # bytes that fill the way without holding up others (spec ucx §3, gpu-findings)
 
 
 def usual_frame_bytes() -> int:
     """The size of a frame for the transports that UCX is told to use."""
-    return NVLINK_FRAME if "cuda_ipc" in os.environ.get("UCX_TLS", ENVIRONMENT["UCX_TLS"]).split(",") else TCP_FRAME
+    nvlink = "cuda_ipc" in os.environ.get("UCX_TLS", ENVIRONMENT["UCX_TLS"]).split(",")
+    return NVLINK_FRAME_BYTES if nvlink else TCP_FRAME_BYTES
 
 
 PEER_GONE = ("ConnectionReset", "Canceled", "EndpointTimeout", "NotConnected", "Close")  # UCX's errors of a dead endpoint

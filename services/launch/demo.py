@@ -2,9 +2,6 @@
 
 import contextlib
 import secrets
-import shutil
-import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +17,7 @@ from services.launch import make_checkpoint, up
 from services.launch.child import ROOT
 from services.launch.mesh import UpArguments
 from services.launch.ports import free_ports
+from services.launch.scratch import scratch
 from services.launch.state import StateDir
 
 LEDGER_TIMEOUT_S = 10.0
@@ -38,21 +36,11 @@ class DemoArguments(FlagSet):
 def main(argv: list[str]) -> int:
     """Return 0 when all of it worked. Logs stay behind only after a failure."""
     arguments = DemoArguments.parse(argv, "k3mesh demo")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # leave by KeyboardInterrupt, through every finally
-    if not Path(arguments.model, "config.json").exists():
-        print(f"making a tiny random K3 checkpoint in {arguments.model}")
-        make_checkpoint.main([arguments.model])
-    folder = tempfile.mkdtemp(prefix="k3mesh-demo-")
-    try:
-        _show(arguments, folder)
-    except MeshError:
-        print(f"\nlogs are in {folder}/logs")
-        raise
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-    shutil.rmtree(folder)
+    with scratch("demo") as folder:
+        if not Path(arguments.model, "config.json").exists():
+            print(f"making a tiny random K3 checkpoint in {arguments.model}")
+            make_checkpoint.main([arguments.model])
+        _show(arguments, str(folder))
     print("\nstopped; `make up` starts a mesh that stays")
     return 0
 

@@ -4,9 +4,8 @@ cache-and-handoff §13)."""
 from collections.abc import Iterable
 from hashlib import sha256
 
-from services.contracts.ids import BLOCK_TOKENS, BlockKey, Token
+from services.contracts.ids import BLOCK_TOKENS, TOKEN_BYTES, BlockKey, Token
 
-TOKEN_BYTES = 4  # little-endian uint32
 BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 
 

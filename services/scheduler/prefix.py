@@ -25,6 +25,11 @@ class Entry:
     checkpoint: SlotId | None = None  # holds the KDA state behind the block's last token
 
 
+def held(entries: Sequence[Entry]) -> int:
+    """How many of these somebody holds: using them too takes nothing from what is available."""
+    return sum(entry.holders > 0 for entry in entries)
+
+
 def unshared(blocks: Sequence[BlockId], entries: Sequence[Entry]) -> list[BlockId]:
     """Of a request's blocks, whose first ones the entries are of: those that are its own, to be freed when it ends."""
     own = [block for block, entry in zip(blocks, entries, strict=False) if block != entry.block]

@@ -62,7 +62,7 @@ class DecodeReplica:
     def counters(self) -> dict[str, int]:
         return {
             "places": sum(sampling is not None for sampling in self._sampling),
-            "windows": int(self._state.windows.any(1).sum()),
+            "windows": sum(map(bool, self._windows)),
             "blocks_in_tables": sum(self._counts),
         }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from k3mesh.errors import Internal
 from services.contracts.barriers import ChunkStarted, FieldsReady, ForgetLocal, Handoff, HandoffReady, LocalRow, Notice
 from services.contracts.geometry import blocks_for
-from services.contracts.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT
+from services.contracts.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, TOKEN_BYTES
 from services.worker.cache.slots import SlotStates
 from services.worker.hop import StageBoundary
 from services.worker.model.batch import ForwardBatch, Hop
@@ -32,7 +32,6 @@ from services.worker.wire import (
     StepDone,
 )
 
-TOKEN_BYTES = 4  # little-endian uint32
 PADDING = 0  # in a window, behind the proposals that were asked for
 
 

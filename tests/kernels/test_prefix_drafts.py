@@ -5,7 +5,7 @@ import torch
 
 from services.contracts.ids import NULL_SLOT
 from services.worker.wire import ChunkRow, FirstToken, ForgetRooms, PrefillStep, StepDone
-from tests.lib.drafted import GREEDY, Checkpoints, SpeculativeRank
+from tests.lib.drafted import GREEDY, Checkpoints, SpeculativeRank, packed
 
 CHECKPOINT, EXACT = 5, 1e-5
 
@@ -28,7 +28,7 @@ class Steps:
         """One chunk of a prompt whose blocks are `table`; the first chunk brings all of them."""
         self.count += 1
         last = end == len(prompt)
-        tokens = b"".join(token.to_bytes(4, "little") for token in prompt[start:end])
+        tokens = packed(prompt[start:end])
         first = start == 0 or load != NULL_SLOT
         row = ChunkRow(
             f"r{slot}", slot, start, end, last, tokens, tuple(table) if first else (), slot, GREEDY if last else None, 0,

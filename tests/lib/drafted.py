@@ -227,7 +227,7 @@ class SpeculativeRank:
             count = len(job.blocks) if last else blocks_for(end)
             self._steps += 1
             row = ChunkRow(
-                f"r{job.place}", job.room, start, end, last, _packed(job.prompt[start:end]), job.blocks[known:count], job.slot,
+                f"r{job.place}", job.room, start, end, last, packed(job.prompt[start:end]), job.blocks[known:count], job.slot,
                 job.rule if last else None, 0, 0 if last else job.prompt[end],
                 self.width - 1 if proposals is None else proposals,
             )  # fmt: skip
@@ -283,5 +283,5 @@ class Job:
         return 100 + self.place
 
 
-def _packed(tokens: Sequence[int]) -> bytes:
+def packed(tokens: Sequence[int]) -> bytes:
     return b"".join(token.to_bytes(4, "little") for token in tokens)

@@ -1,9 +1,8 @@
 """Idle costs (nearly) nothing."""
 
 import asyncio
-import os
-from pathlib import Path
 
+from services.launch.bench.samples import cpu_seconds
 from tests.lib.load import complete_all, prompts
 from tests.lib.mesh import Mesh
 
@@ -11,13 +10,8 @@ SECONDS = 10.0
 
 
 def used_seconds(mesh: Mesh) -> dict[str, float]:
-    """Processor time of each process since its start (proc(5): utime and stime of /proc/PID/stat)."""
-
-    def of(pid: int) -> float:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    return {name: of(pid) for name, pid in mesh.processes().items()}
+    """Processor time of each process since its start."""
+    return {name: cpu_seconds(pid) for name, pid in mesh.processes().items()}
 
 
 async def test_an_idle_mesh_uses_under_a_fifth_of_one_core(mesh: Mesh):

@@ -9,10 +9,7 @@ import contextlib
 import json
 import random
 import shlex
-import shutil
-import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from k3mesh.client import Client
-from k3mesh.errors import ConfigError, MeshError
+from k3mesh.errors import MeshError
 from services.contracts.flags import FlagSet, Integers, refusal
 from services.contracts.geometry import verify_widths
 from services.launch import up
@@ -30,6 +27,7 @@ from services.launch.bench.load import Pass, Prompt, drive
 from services.launch.child import ROOT
 from services.launch.mesh import MeshArguments, UpArguments
 from services.launch.ports import free_ports
+from services.launch.scratch import scratch
 from services.launch.state import StateDir
 from services.launch.tokenizer_files import SPECIAL_IDS
 
@@ -109,20 +107,13 @@ def main(argv: list[str]) -> int:
     that a batch's rounding moves. Logs stay behind only after a failure."""
     arguments = SpeculationArguments.parse(argv, "k3mesh bench speculation")
     prompts = _prompts(arguments)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # leave by KeyboardInterrupt, through every finally
     fixed = "" if arguments.adapts else "--no-speculative-adaptive"
-    folder = Path(tempfile.mkdtemp(prefix="k3mesh-bench-"))
-    try:
-        with _mesh(arguments, folder / "on", _drafter(arguments), fixed) as on, _mesh(arguments, folder / "off", "") as off:
-            result = asyncio.run(_measure(arguments, prompts, on, off))
-    except BaseException as error:
-        if isinstance(error, MeshError) and not isinstance(error, ConfigError):
-            _tell(f"logs are in {folder}")
-        else:
-            shutil.rmtree(folder)
-        raise
-    shutil.rmtree(folder)
+    with (
+        scratch("bench") as folder,
+        _mesh(arguments, folder / "on", _drafter(arguments), fixed) as on,
+        _mesh(arguments, folder / "off", "") as off,
+    ):
+        result = asyncio.run(_measure(arguments, prompts, on, off))
     print(json.dumps(asdict(result)) if arguments.as_json else "\n".join(_table(result)))
     if not result.greedy_identical and not result.temperature:
         message = f"{result.differing_answers} of {result.prompts} answers differ between speculation on and off"

@@ -13,11 +13,8 @@ bytes of one request in turn with each request, so that what else the machine do
 import asyncio
 import json
 import os
-import shutil
-import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,16 +22,15 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from k3mesh.errors import MeshError
-from services.contracts.arguments import AgentArguments
+from services.contracts.arguments import TCP_FRAME_BYTES, AgentArguments
 from services.contracts.flags import FlagSet, Integers, refusal
 from services.contracts.geometry import blocks_for
 from services.launch.bench.ceiling import Ceiling
 from services.launch.bench.samples import Sample
 from services.launch.bench.transfer_pair import Pair, k3_placement
+from services.launch.scratch import scratch
 from services.launch.state import StateDir
 
-FRAME_BYTES = 8 << 20  # what agents take over TCP by themselves
 FRAMES = AgentArguments.model_fields["transfer_frames"].default
 SPARE_BYTES = 2 << 30  # left to everything but the pools
 
@@ -46,7 +42,7 @@ class TransferArguments(FlagSet):
 
     tokens: Integers = Field(default=(8192, 131072), description="prompt lengths, one case each")
     rounds: int = Field(default=8, ge=1, description="requests of each case, in turn with the ceiling")
-    transfer_frame_bytes: int = Field(default=FRAME_BYTES, ge=4096, description="bytes of one frame, as of the agents")
+    transfer_frame_bytes: int = Field(default=TCP_FRAME_BYTES, ge=4096, description="bytes of one frame, as of the agents")
     transfer_frames: int = Field(default=FRAMES, ge=1, description="staging frames of each agent")
     as_json: bool = Field(default=False, description="print one JSON object")
 
@@ -74,18 +70,8 @@ def main(argv: list[str]) -> int:
     if not arguments.tokens or min(arguments.tokens) < 1:
         raise refusal("tokens", arguments.tokens, "must be prompt lengths of at least 1", "give some, separated by commas")
     require_memory(max(arguments.tokens))
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # leave by KeyboardInterrupt, through every finally
-    folder = tempfile.mkdtemp(prefix="k3mesh-bench-")
-    try:
+    with scratch("bench") as folder:
         cases = asyncio.run(measure(arguments, StateDir(folder)))
-    except MeshError:
-        say(f"logs are in {folder}/logs")
-        raise
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-    shutil.rmtree(folder)
     if arguments.as_json:
         print(json.dumps({"cases": [asdict(case) for case in cases], "load_average": os.getloadavg(), "cores": os.cpu_count()}))
     else:

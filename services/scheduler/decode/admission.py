@@ -9,6 +9,7 @@ from services.scheduler.decode.capacity import Holding, Load, Pool, choose, grow
 from services.scheduler.decode.events import Failure, ReserveAsked
 from services.scheduler.decode.request import Releasing, Request
 from services.scheduler.decode.shape import EngineShape
+from services.scheduler.prefix import held
 
 
 def budget(asked: ReserveAsked, shape: EngineShape) -> int:
@@ -76,6 +77,5 @@ def _loads(shape: EngineShape, pools: Sequence[Pool], requests: Iterable[Request
     loads: list[Load] = []
     for pool in pools:
         found = pool.cache.find(keys)
-        shared = sum(entry.holders > 0 for entry in found)
-        loads.append(Load(pool, promised[pool.replica], quarantined[pool.replica], len(found), shared))
+        loads.append(Load(pool, promised[pool.replica], quarantined[pool.replica], len(found), held(found)))
     return loads

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from services.contracts.geometry import blocks_for
 from services.contracts.ids import BLOCK_TOKENS, BlockId, BlockKey, Place, Replica, SlotId
 from services.scheduler.blocks import BlockAllocator
-from services.scheduler.prefix import Entry, PrefixCache, unshared
+from services.scheduler.prefix import Entry, PrefixCache, held, unshared
 from services.scheduler.slots import SlotAllocator
 
 GROWTH_TOKENS = 512  # headroom that admission leaves to everyone who is already there
@@ -51,8 +51,7 @@ class Pool:
         """The lowest free place, a slot and `blocks` blocks, those of `keys` from the cache as far as it has them; None and no
         change if something is missing."""
         found = self.cache.find(keys)
-        idle = sum(not entry.holders for entry in found)
-        lacking = blocks - len(found) > self.cache.blocks_available - idle
+        lacking = self.cache.blocks_available < blocks - held(found)
         if lacking or not self._free_places or not self.cache.slots_available:
             return None
         self.cache.hold(found)

@@ -19,7 +19,6 @@ class Residents:
     def __init__(self, rooms: Rooms):
         self._rooms = rooms
         self._rounds_launched = 0
-        self._answered_at = 0.0  # the last round
 
     def plan(self, now: float) -> ev.RoundPlan | None:
         """The next round, or None while one is out or when there is nothing to do."""
@@ -59,8 +58,7 @@ class Residents:
                     case state:
                         raise RuntimeError(f"room {room} was in round {done.round_id} and is {state.phase.name} now")
         if any(launched.rows):
-            self._rooms.widths.done(self._rooms.now - max(launched.launched_at, self._answered_at), verdicts)
-        self._answered_at = self._rooms.now
+            self._rooms.widths.done(self._rooms.now - launched.launched_at, verdicts)
         return None
 
     def _advance(self, request: Request, progress: Progress, entry: ev.PlaceTokens, width: int) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from services.contracts.ids import BLOCK_TOKENS, BlockId, BlockKey, SlotId
 from services.scheduler.blocks import BlockAllocator
-from services.scheduler.prefix import Entry, PrefixCache, unshared
+from services.scheduler.prefix import Entry, PrefixCache, held, unshared
 from services.scheduler.slots import SlotAllocator
 
 
@@ -41,8 +41,7 @@ class Pool:
     def fits(self, blocks: int, keys: Sequence[BlockKey]) -> bool:
         """Whether a prompt of `blocks` blocks may start. What it finds in the cache costs nothing if others hold it anyway."""
         found, _ = self._find(keys)
-        shared = sum(entry.holders > 0 for entry in found)
-        return self.cache.slots_available > 0 and self.cache.blocks_available - self.promised >= blocks - shared
+        return self.cache.slots_available > 0 and self.cache.blocks_available - self.promised >= blocks - held(found)
 
     def cached_tokens(self, keys: Sequence[BlockKey]) -> int:
         """Tokens of a prompt that need not be computed if it starts now."""

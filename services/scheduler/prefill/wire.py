@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from k3mesh.errors import BadRequest
 from k3mesh.v1 import request_pb2, transfer_pb2, worker_pb2
-from services.contracts.ids import GlobalRank, Replica, RequestId, Room, Token
+from services.contracts.ids import TOKEN_BYTES, GlobalRank, Replica, RequestId, Room, Token
 from services.runtime.wire import failure, read_failure, read_sampling, sampling
-from services.scheduler.block_keys import TOKEN_BYTES, BlockKeys
+from services.scheduler.block_keys import BlockKeys
 from services.scheduler.prefill import events as ev
 from services.scheduler.wire import REASONS, AgentHello, PrefillHello, WorkerHello, agent_hello, worker_hello
 
