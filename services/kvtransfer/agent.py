@@ -20,15 +20,13 @@ from services.kvtransfer.messages import (
     CloseLink,
     Gather,
     Gathered,
+    Install,
+    Installed,
     Receive,
     RoomFailed,
-    Scatter,
-    Scattered,
     Send,
     ToPeer,
     ToScheduler,
-    Verified,
-    Verify,
 )
 from services.kvtransfer.pairing import Pairer
 from services.kvtransfer.peers import Peers, PeerService
@@ -63,10 +61,10 @@ class Copier:
     def __init__(self, memory: CacheMemory, post: Callable[[Any], None], failed: Callable[[Any, Exception], None]):
         self._memory, self._post, self._failed = memory, post, failed
         self._loop = asyncio.get_running_loop()
-        self._effects: SimpleQueue[Gather | Verify | Scatter | None] = SimpleQueue()
+        self._effects: SimpleQueue[Gather | Install | None] = SimpleQueue()
         Thread(target=self._run, name="copier", daemon=True).start()
 
-    def do(self, effect: Gather | Verify | Scatter) -> None:
+    def do(self, effect: Gather | Install) -> None:
         self._effects.put(effect)
 
     def close(self) -> None:
@@ -85,15 +83,15 @@ class Copier:
         with suppress(RuntimeError):  # the loop is closed: the agent has ended
             self._loop.call_soon_threadsafe(method, *what)
 
-    def _perform(self, effect: Gather | Verify | Scatter) -> Gathered | Verified | Scattered:
+    def _perform(self, effect: Gather | Install) -> Gathered | Installed:
         match effect:
             case Gather(frame, units):
                 return Gathered(frame, self._memory.gather(frame, units))
-            case Verify(frame, length, checksum):
-                return Verified(frame, self._memory.verify(frame, length, checksum))
-            case Scatter(frame, units):
-                self._memory.scatter(frame, units)
-                return Scattered(frame)
+            case Install(frame, length, checksum, units):
+                intact = self._memory.verify(frame, length, checksum)
+                if intact:
+                    self._memory.scatter(frame, units)
+                return Installed(frame, intact)
 
 
 class Agent:
@@ -202,7 +200,7 @@ class Agent:
         shell.on(Send, peers.send)
         shell.on(Receive, peers.receive)
         copier = Copier(memory, shell.post, defect)
-        for kind in (Gather, Verify, Scatter):
+        for kind in (Gather, Install):
             shell.on(kind, copier.do)
         return copier
 

@@ -61,7 +61,7 @@ class HostMemory:
             memory = buffers[field.arena_id]
             view = np.lib.stride_tricks.as_strided(memory[field.offset :], shape, strides, writeable=memory.flags.writeable)
             self._fields.append(view)
-        staging = mmap.mmap(-1, frames * frame_bytes)
+        staging = mmap.mmap(-1, frames * frame_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared has no huge pages
         with suppress(OSError):  # a kernel without huge pages
             staging.madvise(mmap.MADV_HUGEPAGE)  # 4 faults for a frame's first use instead of 2,000
         self.pinned = _pin(staging)

@@ -193,14 +193,11 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class Installed:
+    """`intact`: the checksum was right, and the units are in the pools. If it was not, none of them was touched."""
+
     frame: FrameId
     intact: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Scattered:
-    frame: FrameId
 
 
 # ---- effects
@@ -253,19 +250,12 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
-class Verify:
-    """-> Verified."""
+class Install:
+    """Verify a received frame and, only if it is intact, copy its units into the pools -> Installed."""
 
     frame: FrameId
     length: int
     checksum: int
-
-
-@dataclass(frozen=True, slots=True)
-class Scatter:
-    """Copy a verified frame's units into the pools -> Scattered."""
-
-    frame: FrameId
     units: tuple[Units, ...]
 
 
@@ -277,4 +267,4 @@ class CloseLink:
     reason: str
 
 
-Effect = ToPeer | ToScheduler | Gather | Send | Receive | Verify | Scatter | CloseLink
+Effect = ToPeer | ToScheduler | Gather | Send | Receive | Install | CloseLink

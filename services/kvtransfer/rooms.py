@@ -77,8 +77,7 @@ class Source:
 # ---- D
 class IncomingState(Enum):
     RECEIVING = auto()
-    VERIFYING = auto()
-    SCATTERING = auto()
+    INSTALLING = auto()
 
 
 @dataclass(slots=True)

@@ -23,8 +23,7 @@ class SinkSession(Session):
         Manifest: "_expect",
         m.CancelRoom: "_cancel",
         m.Received: "_received",
-        m.Verified: "_verified",
-        m.Scattered: "_scattered",
+        m.Installed: "_installed",
     }
     from_peer: ClassVar[dict[type, str]] = {
         m.OfferReply: "_offer_reply",
@@ -207,21 +206,9 @@ class SinkSession(Session):
             if sink.phase is Phase.BOOTSTRAPPED:
                 sink.phase = Phase.TRANSFERRING
             sink.first_byte, sink.last_byte = sink.first_byte or self._now, self._now
-            incoming.state = IncomingState.VERIFYING
-            self.emit(m.Verify(event.frame, incoming.frame.length, incoming.frame.checksum))
-
-    def _verified(self, event: m.Verified) -> None:
-        incoming = self._frames[event.frame]
-        sink = self._destination(incoming)
-        if sink is None:
-            self._free(event.frame)
-        elif not event.intact:
-            message = f"room {incoming.room:x}: the checksum of frame {incoming.frame.seq} of stage {incoming.stage} is wrong"
-            self._fail(incoming.room, m.transfer_failed("PD_BYTES", message))
-            self._free(event.frame)
-        else:
-            incoming.state = IncomingState.SCATTERING
-            self.emit(m.Scatter(event.frame, self._units(sink, incoming)))
+            incoming.state = IncomingState.INSTALLING
+            frame = incoming.frame
+            self.emit(m.Install(event.frame, frame.length, frame.checksum, self._units(sink, incoming)))
 
     def _units(self, sink: Sink, incoming: Incoming) -> tuple[m.Units, ...]:
         assert self._pairing is not None, "a live room has its pairing"
@@ -235,15 +222,18 @@ class SinkSession(Session):
 
         return tuple(units(extent) for extent in incoming.frame.extents)
 
-    def _scattered(self, event: m.Scattered) -> None:
+    def _installed(self, event: m.Installed) -> None:
         incoming = self._frames[event.frame]
         sink = self._destination(incoming)
-        if sink is not None:
+        if sink is not None and event.intact:
             share = sink.shares[incoming.stage]
             share.frames += 1
             share.bytes += incoming.frame.length
+        elif sink is not None:
+            message = f"room {incoming.room:x}: the checksum of frame {incoming.frame.seq} of stage {incoming.stage} is wrong"
+            self._fail(incoming.room, m.transfer_failed("PD_BYTES", message))
         self._free(event.frame)
-        if sink is not None:
+        if sink is not None and event.intact:
             self._advance(incoming.room, sink, incoming.stage, incoming.link)
 
     def _free(self, frame: FrameId) -> None:
@@ -380,16 +370,22 @@ class SinkSession(Session):
                 continue
             yield sink.deadline, lambda room=room: self._late(room, "PD_TIMEOUT_WAIT", "the request's time is up")
             if sink.resume_by is not None:
-                what = f"{self._loss}; it does not stand again after {self.limits.resume:g} s"
-                yield sink.resume_by, lambda room=room, what=what: self._late(room, "PD_PEER_DEAD", what)
+                yield sink.resume_by, lambda room=room: self._not_resumed(room)
             if sink.phase is Phase.BOOTSTRAPPING:
-                what = f"not every prefill stage accepted within {self.limits.bootstrap:g} s"
-                yield sink.accept_by, lambda room=room, what=what: self._late(room, "PD_TIMEOUT_BOOT", what)
+                yield sink.accept_by, lambda room=room: self._not_accepted(room)
         for incoming in self._frames.values():
             if incoming.state is IncomingState.RECEIVING and self._destination(incoming) is not None:
-                what = f"a granted frame of stage {incoming.stage} did not come in {self.limits.progress:g} s"
-                act = lambda room=incoming.room, what=what: self._late(room, "PD_TIMEOUT_WAIT", what)  # noqa: E731
-                yield incoming.since + self.limits.progress, act
+                yield incoming.since + self.limits.progress, lambda incoming=incoming: self._not_come(incoming)
+
+    def _not_resumed(self, room: m.Room) -> None:
+        self._late(room, "PD_PEER_DEAD", f"{self._loss}; it does not stand again after {self.limits.resume:g} s")
+
+    def _not_accepted(self, room: m.Room) -> None:
+        self._late(room, "PD_TIMEOUT_BOOT", f"not every prefill stage accepted within {self.limits.bootstrap:g} s")
+
+    def _not_come(self, incoming: Incoming) -> None:
+        what = f"a granted frame of stage {incoming.stage} did not come in {self.limits.progress:g} s"
+        self._late(incoming.room, "PD_TIMEOUT_WAIT", what)
 
     def _late(self, room: m.Room, detail: str, what: str) -> None:
         if self._alive(room) is not None:

@@ -401,12 +401,16 @@ class SourceSession(Session):
                 continue
             yield source.deadline, lambda room=room: self._late(room, "PD_TIMEOUT_WAIT", "the request's time is up")
             if source.link is None:
-                what = f"{source.peer.name} has not linked again within {self.limits.resume:g} s"
-                yield source.resume_by, lambda room=room, what=what: self._late(room, "PD_PEER_DEAD", what)
+                yield source.resume_by, lambda room=room, source=source: self._not_resumed(room, source)
             elif source.done or any(self._frames[frame].state is OutgoingState.OFFERED for frame in source.held):
                 stalled = max(source.progress_at, self._peers[source.link].progress_at) + self.limits.progress
-                what = f"no answer from D in {self.limits.progress:g} s"
-                yield stalled, lambda room=room, what=what: self._late(room, "PD_TIMEOUT_WAIT", what)
+                yield stalled, lambda room=room: self._not_answered(room)
+
+    def _not_resumed(self, room: m.Room, source: Source) -> None:
+        self._late(room, "PD_PEER_DEAD", f"{source.peer.name} has not linked again within {self.limits.resume:g} s")
+
+    def _not_answered(self, room: m.Room) -> None:
+        self._late(room, "PD_TIMEOUT_WAIT", f"no answer from D in {self.limits.progress:g} s")
 
     def _late(self, room: m.Room, detail: str, what: str) -> None:
         if (source := self._rooms.get(room)) is not None and source.phase is not Phase.FAILED:

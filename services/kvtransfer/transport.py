@@ -10,6 +10,7 @@ default, 2 % of a core for nothing; events and submissions wake it anyway, so WA
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from services.contracts.arguments import NVLINK_FRAME_BYTES, TCP_FRAME_BYTES
@@ -44,7 +45,14 @@ class TransportError(Exception):
 
 
 def start_ucx() -> Any:
-    """The module ucxx, with this process's one context and worker in it, in the profile above."""
+    """The module ucxx, with this process's one context and worker in it, in the profile above.
+
+    The calling thread and those that it starts from now on are scheduled as batch work (sched(7)). Sender, receiver, copies and
+    loop wake each other many times for a frame; this way the one that wakes does not push another off its core within a copy.
+    """
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with suppress(OSError):  # a sandbox that does not allow it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     import ucxx  # reads the environment when it is imported

@@ -70,8 +70,7 @@ class Shell:
         """Until stop(). An exception of the planner or of a plain effect method ends it: state would be unknown."""
         try:
             while not self._stopping:
-                self._step()
-                await self._rest()
+                await self._rest(self._step())
         except Exception:
             log.error("the planner's loop failed", story=[repr(entry) for entry in list(self.story)[-50:]])
             raise
@@ -80,17 +79,21 @@ class Shell:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _step(self) -> None:
+    def _step(self) -> float | None:
+        """Do what is due -> the next deadline."""
         now = self.clock.now()
         while self._events:
             self._apply(self._events.popleft(), now)
         deadline = self.planner.next_deadline()
-        if deadline is not None and deadline <= now:
+        moved = deadline is not None and deadline <= now
+        if moved:
             self._apply(DeadlinePassed(), now)
         while (plan := self.planner.plan(now)) is not None:
             assert self.launch is not None, "set shell.launch before run()"
             self.story.append((now, plan))
             self.launch(plan)
+            moved = True
+        return self.planner.next_deadline() if moved else deadline
 
     def _apply(self, event: Any, now: float) -> None:
         self.story.append((now, event))
@@ -115,15 +118,17 @@ class Shell:
         if event is not None:
             self.post(event)
 
-    async def _rest(self) -> None:
+    async def _rest(self, deadline: float | None) -> None:
         """Until the next event or deadline; without either, for ever."""
         self._wake.clear()
         if self._events or self._stopping:
             await asyncio.sleep(0)  # let effects' tasks in between bursts
             return
-        deadline = self.planner.next_deadline()
+        if deadline is None:
+            await self._wake.wait()
+            return
+        alarm = asyncio.get_running_loop().call_later(max(0.0, deadline - self.clock.now()), self._wake.set)
         try:
-            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self.clock.now())):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
+            await self._wake.wait()
+        finally:
+            alarm.cancel()

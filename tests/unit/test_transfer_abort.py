@@ -90,10 +90,8 @@ class Side:
                 self.do(m.Sent(frame, **(dead | how)))
             case m.Receive():
                 self.do(m.Received(frame, **(dead | how)))
-            case m.Verify():
-                self.do(m.Verified(frame, how.get("intact", True)))
-            case m.Scatter():
-                self.do(m.Scattered(frame))
+            case m.Install():
+                self.do(m.Installed(frame, how.get("intact", True)))
 
     def stop_running(self, kind: type, **how: Any) -> None:
         """Effects of one kind end, in a certain way."""
@@ -248,7 +246,7 @@ def test_p_answers_a_cancel_of_d_at_once_when_nothing_of_the_room_is_under_way(s
 class D(Side):
     """Two stages; field 4 of each is paged."""
 
-    memory, wire = (m.Scatter,), (m.Receive,)
+    memory, wire = (m.Install,), (m.Receive,)
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,21 +316,18 @@ D_STATES: dict[str, Callable[[D], Any]] = {
     "half accepted": lambda it: (it.expect(), it.accept(1)),
     "accepted": lambda it: (it.expect(), it.accept()),
     "receiving": _receiving,
-    "verifying": lambda it: (_receiving(it), it.stop_running(m.Receive)),
-    "scattering": lambda it: (_receiving(it), it.stop_running(m.Receive), it.stop_running(m.Verify)),
+    "installing": lambda it: (_receiving(it), it.stop_running(m.Receive)),
     "one stage complete": lambda it: (it.expect(), it.accept(), it.whole(0)),
     "all but the token": lambda it: (it.expect(), it.accept(), it.whole(0), it.announce(1), it.finish()),
     "installed": lambda it: (it.expect(), it.accept(), it.whole(0), it.whole(1)),
     "cancelled, P not heard": lambda it: (it.expect(), it.accept(), it.do(m.CancelRoom(ROOM, "x"))),
     "cancelled while receiving": lambda it: (_receiving(it), it.do(m.CancelRoom(ROOM, "x"))),
-    "cancelled while scattering": lambda it: (
-        _receiving(it), it.stop_running(m.Receive), it.stop_running(m.Verify), it.from_peer(m.CancelRoom(ROOM, "x"))
+    "cancelled while installing": lambda it: (
+        _receiving(it), it.stop_running(m.Receive), it.from_peer(m.CancelRoom(ROOM, "x"))
     ),
     "without a link": lambda it: (it.expect(), it.accept(), it.lose_first()),
     "without a link, receiving": lambda it: (_receiving(it), it.lose_first()),
-    "without a link, scattering": lambda it: (
-        _receiving(it), it.stop_running(m.Receive), it.stop_running(m.Verify), it.lose_first()
-    ),
+    "without a link, installing": lambda it: (_receiving(it), it.stop_running(m.Receive), it.lose_first()),
     "without a link, one stage complete": lambda it: (it.expect(), it.accept(), it.whole(0), it.lose_first()),
     "expected without a link": lambda it: (it.lose_first(), it.expect()),
     "ended": lambda it: (it.expect(), it.accept(), it.do(m.CancelRoom(ROOM, "x")), it.wind_down()),
@@ -362,9 +357,8 @@ D_EVENTS: dict[str, Callable[[D], Any]] = {
     "receives end": lambda it: it.stop_running(m.Receive),
     "receives fail": lambda it: it.stop_running(m.Receive, error="no"),
     "receives find the peer dead": lambda it: it.stop_running(m.Receive, error="no", peer_gone=True),
-    "checksums are wrong": lambda it: it.stop_running(m.Verify, intact=False),
-    "checksums are right": lambda it: it.stop_running(m.Verify),
-    "scatters end": lambda it: it.stop_running(m.Scatter),
+    "checksums are wrong": lambda it: it.stop_running(m.Install, intact=False),
+    "installs end": lambda it: it.stop_running(m.Install),
 }
 
 

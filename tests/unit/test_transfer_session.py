@@ -70,8 +70,7 @@ class Receiving:
         out: list[Any] = []
         for receive in [effect for effect in effects if isinstance(effect, m.Receive)]:
             self.session.apply(m.Received(receive.frame), 2)
-            self.session.apply(m.Verified(receive.frame, True), 2)
-            out += self.session.apply(m.Scattered(receive.frame), 2)
+            out += self.session.apply(m.Installed(receive.frame, True), 2)
         return out
 
     def whole_stage(self, link: int, stage: int | None = None) -> tuple[list[Any], m.StageDone]:
@@ -115,8 +114,7 @@ def test_the_end_may_come_before_the_last_frames_are_installed():
     while receives := [effect for effect in granted if isinstance(effect, m.Receive)]:
         assert not said(effects, 1)
         it.session.apply(m.Received(receives[0].frame), 2)
-        it.session.apply(m.Verified(receives[0].frame, True), 2)
-        effects = it.session.apply(m.Scattered(receives[0].frame), 2)
+        effects = it.session.apply(m.Installed(receives[0].frame, True), 2)
         granted = [*receives[1:], *effects]
         effects = [effect for effect in effects if isinstance(effect, m.ToPeer) and isinstance(effect.message, m.StageAck)]
     assert said(effects, 1) == [m.StageAck(ROOM, 1)]
@@ -139,9 +137,8 @@ def test_grants_are_bounded_by_the_window_and_go_on_as_frames_come_back():
         effects += it.hear(1, it.frame(seq, (4, seq, 1)))
     receives = [effect for effect in effects if isinstance(effect, m.Receive)]
     assert [receive.seq for receive in receives] == [0, 1], "a window of two"
-    it.session.apply(m.Received(receives[0].frame), 2)
-    assert not said(it.session.apply(m.Verified(receives[0].frame, True), 2), 1), "its frame is still in use"
-    assert said(it.session.apply(m.Scattered(receives[0].frame), 2), 1) == [m.Grant(ROOM, (2,))]
+    assert not said(it.session.apply(m.Received(receives[0].frame), 2), 1), "its frame is still in use"
+    assert said(it.session.apply(m.Installed(receives[0].frame, True), 2), 1) == [m.Grant(ROOM, (2,))]
 
 
 @pytest.mark.parametrize(
@@ -193,13 +190,13 @@ def test_a_second_end_of_a_stage_is_dropped_if_it_is_the_same_and_fails_the_room
     assert code(it.hear(1, replace(done, bytes=1))) == "PD_ROUTE"
 
 
-def test_a_damaged_frame_is_never_scattered():
+def test_a_damaged_frame_fails_its_room():
     it = Receiving()
     (receive,) = [effect for effect in it.hear(1, it.frame(0, (4, 0, 1))) if isinstance(effect, m.Receive)]
-    (verify,) = it.session.apply(m.Received(receive.frame), 2)
-    assert verify == m.Verify(receive.frame, receive.length, 99)
-    effects = it.session.apply(m.Verified(receive.frame, False), 2)
-    assert code(effects) == "PD_BYTES" and not [effect for effect in effects if isinstance(effect, m.Scatter)]
+    (install,) = it.session.apply(m.Received(receive.frame), 2)
+    assert install == m.Install(receive.frame, receive.length, 99, (m.Units(4, (3,)),))
+    effects = it.session.apply(m.Installed(receive.frame, False), 2)
+    assert code(effects) == "PD_BYTES" and not it.session.totals["rooms_ok"]
 
 
 def test_a_stopped_room_scatters_nothing_more_and_is_drained_when_frames_and_peers_are():

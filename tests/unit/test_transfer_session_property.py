@@ -1,8 +1,8 @@
 """Both sides' sessions against each other, over links that deliver in order, with effects that finish in any order.
 
-The world plays schedulers, prefill workers, wire and memory, and checks what no order of events may break: nothing is
-scattered before it is verified, every unit of a room is written at most once and only while the room is armed, a rank is ready
-with exactly P's bytes or not at all, every room ends, and every staging frame comes back.
+The world plays schedulers, prefill workers, wire and memory, and checks what no order of events may break: every unit of a
+room is written at most once and only while the room is armed, a rank is ready with exactly P's bytes or not at all, every
+room ends, and every staging frame comes back.
 """
 
 from collections import Counter, deque
@@ -31,7 +31,7 @@ STAGES = 2
 LIMITS = Limits(frame_bytes=80 << 10, frames=3, window=2)  # two blocks of 36 KiB and some slots
 PLACES = [record("prefill", stage) for stage in range(STAGES)]
 DECODE = record("decode", num_blocks=4000, num_slots=600)  # no unit is used twice: contents tell where they come from
-EFFECTS = (m.Gather, m.Send, m.Receive, m.Verify, m.Scatter)
+EFFECTS = (m.Gather, m.Send, m.Receive, m.Install)
 D = STAGES  # index of the decode session
 
 
@@ -68,8 +68,7 @@ class Transfers(RuleBasedStateMachine):
         self.wire: dict[tuple[int, int], Any] = {}  # (link, seq) -> what was sent
         self.staging: dict[tuple[int, int], Any] = {}  # (session, frame) -> (content, intact)
         self.sums: dict[int, Any] = {}
-        self.outlived: set[int] = set()  # D's frames whose scatter was under way when their link broke
-        self.verified: set[int] = set()  # D's frames that may be scattered
+        self.outlived: set[int] = set()  # D's frames whose install was under way when their link broke
         self.frame_room: dict[int, int] = {}
         self.written: Counter[tuple[int, int, int, int]] = Counter()  # life, room, field, unit
         self.unseen: list[tuple[int, m.LinkLost]] = []  # ends of links that a prefill agent has not noticed yet
@@ -115,7 +114,7 @@ class Transfers(RuleBasedStateMachine):
                 self.complete(job, report)
 
     def touching(self, who: int, room: int) -> bool:
-        kind = m.Scatter if who == D else m.Gather
+        kind = m.Install if who == D else m.Gather
         return any(s == who and isinstance(e, kind) and self.staging_room(s, e.frame) == room for s, e in self.effects)
 
     def in_flight(self, who: int, room: int, link: int) -> bool:
@@ -272,18 +271,15 @@ class Transfers(RuleBasedStateMachine):
                     self.damaged = self.damaged and self.disturb()
                     self.apply(who, m.Sent(effect.frame))
             case m.Receive():
-                self.verified.discard(effect.frame)
                 content = self.wire.pop((effect.link, effect.seq), None)
                 self.staging[who, effect.frame] = content
                 dead = content is None or effect.link not in self.links
                 self.apply(who, m.Received(effect.frame, "dead" if dead else None, peer_gone=dead))
-            case m.Verify():
+            case m.Install():
                 intact = hash(self.staging[who, effect.frame]) == effect.checksum
                 if intact:
-                    self.verified.add(effect.frame)
-                self.apply(who, m.Verified(effect.frame, intact))
-            case m.Scatter():
-                self.scatter(effect)
+                    self.scatter(effect)
+                self.apply(who, m.Installed(effect.frame, intact))
             case m.CloseLink(link):
                 if link in self.links:
                     self.lose_link(link)
@@ -295,9 +291,7 @@ class Transfers(RuleBasedStateMachine):
         first = self.jobs[room].manifest.first_block
         return tuple((room, it.field_id, unit - 100 * (room % 100) - first, 0) for unit in units.ids)
 
-    def scatter(self, effect: m.Scatter) -> None:
-        assert effect.frame in self.verified, "scattered before it was verified"
-        self.verified.remove(effect.frame)
+    def scatter(self, effect: m.Install) -> None:
         room = self.sessions[D]._frames[effect.frame].room
         assert D not in self.jobs[room].over, "D's memory is written after the room ended"
         for units, contents in zip(effect.units, self.staging[D, effect.frame], strict=True):
@@ -305,7 +299,6 @@ class Transfers(RuleBasedStateMachine):
                 self.written[self.lives, room, units.field, unit] += effect.frame not in self.outlived
                 assert self.written[self.lives, room, units.field, unit] <= 1, "a unit was written twice"
                 self.pool[room, units.field, unit] = content
-        self.apply(D, m.Scattered(effect.frame))
 
     def runnable(self) -> list[int]:
         return sorted(
@@ -345,7 +338,7 @@ class Transfers(RuleBasedStateMachine):
         links, self.links = self.links, []
         self.streams.clear()
         self.wire.clear()
-        self.outlived = {effect.frame for who, effect in self.effects if who == D and isinstance(effect, m.Scatter)}
+        self.outlived = {effect.frame for who, effect in self.effects if who == D and isinstance(effect, m.Install)}
         self.unseen += [(stage, m.LinkLost(m.Link(it), "test", gone)) for stage, it in enumerate(links)]
         self.apply(D, m.LinkLost(m.Link(link), "test", gone))
 
