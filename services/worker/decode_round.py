@@ -7,7 +7,7 @@ the model reads have fixed addresses and are filled for each round, so that a ro
 A round evaluates each place's window, the anchor and what was drafted behind it: verify, commit of the rows that count, then
 the drafter's own rows and the next window (spec speculation §7). The plan says how wide: how many rows of a window are
 verified, and how many proposals the next one gets. At width 1 the window is the anchor alone, and nothing is left to verify or
-to commit; a drafter still writes the rows that it needs to be asked again.
+to commit; a drafter still gets the rows that it needs to be asked again, but in its own time (Backlog).
 """
 
 import time
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from k3mesh.errors import Internal
 from services.contracts.geometry import blocks_for, rows_ahead, verify_widths
-from services.contracts.ids import NULL_BLOCK, NULL_SLOT
+from services.contracts.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT
 from services.worker.model.batch import ForwardBatch, cache_slots
 from services.worker.model.decoder import DecoderStage
+from services.worker.speculative.backlog import Backlog
+from services.worker.speculative.capture import Capture
 from services.worker.speculative.drafter import Drafter, Steps
 from services.worker.speculative.sampling import Sampling
 from services.worker.speculative.verify import accepted, choose
@@ -47,6 +49,7 @@ class DecodeReplica:
     ):
         assert (verify_width > 1) == (drafter is not None), "a window needs a drafter"
         self._stage, self._drafter = stage, drafter
+        self._backlog = Backlog(drafter) if drafter is not None else None
         self._replica, self._places, self._width, self._vocab = replica, places, verify_width, vocab_size
         columns = blocks_for(max_model_len + WIDTHS_PAST_END * verify_width)
         self._state = _Rows(places + 1, columns, verify_width)
@@ -64,6 +67,7 @@ class DecodeReplica:
             "places": sum(sampling is not None for sampling in self._sampling),
             "windows": sum(map(bool, self._windows)),
             "blocks_in_tables": sum(self._counts),
+            "draft_rows_kept": len(self._backlog or ()),
         }
 
     def totals(self) -> dict[str, int]:
@@ -87,6 +91,8 @@ class DecodeReplica:
 
     def _clear(self, place: int) -> None:
         self._check_place(place)
+        if self._backlog is not None:
+            self._backlog.forget(self._state.tables[place, : self._counts[place]])
         self._state.reset(place)
         self._counts[place] = self._windows[place] = 0
         self._sampling[place] = None
@@ -128,7 +134,8 @@ class DecodeReplica:
 
     def _round(self, plan: RoundPlan) -> RoundResult:
         live = plan.live
-        rules = [self._check_live(place) for place in live]
+        positions = [self._check_live(place) for place in live]
+        rules = [rule for place in live if (rule := self._sampling[place]) is not None]
         if not len(live) <= plan.bucket <= self._places:
             raise Internal(f"round {plan.round_id}: bucket {plan.bucket} must hold {len(live)} rows of {self._places} places")
         started = time.time()
@@ -136,24 +143,20 @@ class DecodeReplica:
             return RoundResult(plan.round_id, self._replica, (), started, started)
         self._check_widths(plan)
         batch = self._fill(live, plan.bucket, plan.width, plan.mode)
-        capture = self._drafter.begin(len(batch.tokens), None) if self._drafter is not None else None
+        capture = self._capture(plan, len(batch.tokens))
         hidden = self._stage.forward(batch, None, _no_barrier, capture.take if capture is not None else None)
         assert isinstance(hidden, Tensor), "decode has one stage"
         rows = torch.tensor(live, dtype=torch.long)
         chosen = self._choose(hidden, rows, rules, plan.width)
         counts = accepted(self._state.windows[rows, : plan.width], chosen)
         windows = chosen.gather(1, counts.unsqueeze(1) - 1)  # the new anchors
-        padding = plan.bucket - len(live)
-        taken = F.pad(counts, (0, padding), value=1)
+        taken = F.pad(counts, (0, plan.bucket - len(live)), value=1)
         if batch.verify:
             self._stage.commit(batch, taken)
-        if self._drafter is not None:
-            assert capture is not None
-            following = F.pad(chosen, (0, 0, 0, padding)).flatten()
-            heads = batch.cu_seqlens[:-1].long() + taken - 1
-            steps = Steps(plan.proposals, plan.most_proposals)
-            proposals = self._drafter.draft(batch, hidden, capture, following, heads, steps)
-            windows = torch.cat([windows, proposals[: len(live)]], 1)
+        if capture is not None and self._puts_off(plan):
+            self._put_off(batch, hidden, capture, chosen, positions)
+        elif capture is not None:
+            windows = torch.cat([windows, self._draft(plan, batch, hidden, capture, chosen, taken)], 1)
         self._state.positions[rows] += counts
         self._state.windows[rows, : windows.shape[1]] = windows
         for place in live:
@@ -166,6 +169,38 @@ class DecodeReplica:
             return torch.zeros(0, width, dtype=torch.long)
         logits = self._stage.logits(hidden[: len(rules) * width]).unflatten(0, (-1, width))
         return choose(logits, rules, self._state.positions[rows].tolist())
+
+    def _puts_off(self, plan: RoundPlan) -> bool:
+        """Whether nobody drafts after this round with this replica, which verifies nothing either."""
+        collective = self._drafter is not None and self._drafter.collective
+        return plan.width == 1 and not (plan.most_proposals if collective else plan.proposals)
+
+    def _capture(self, plan: RoundPlan, rows: int) -> Capture | None:
+        if self._drafter is None:
+            return None
+        return self._drafter.watch() if self._puts_off(plan) else self._drafter.begin(rows, None)
+
+    def _put_off(self, batch: ForwardBatch, hidden: Tensor, capture: Capture, chosen: Tensor, positions: list[int]) -> None:
+        """The drafter's rows come later; chosen [live, 1]."""
+        assert self._drafter is not None and self._backlog is not None
+        if live := len(positions):
+            inputs = self._drafter.inputs(capture, hidden, chosen.flatten())
+            rows = tuple(it[:live] for it in inputs)
+            self._backlog.add(rows, batch.positions[:live], batch.write_slots[:live])
+        if any((position + 1) % BLOCK_TOKENS == 0 for position in positions):
+            self._backlog.settle()  # another request may find the block that is full now
+
+    def _draft(
+        self, plan: RoundPlan, batch: ForwardBatch, hidden: Tensor, capture: Capture, chosen: Tensor, taken: Tensor
+    ) -> Tensor:
+        """Rows and proposals, [live, proposals]; chosen [live, w], taken [bucket] rows that count of each place."""
+        assert self._drafter is not None and self._backlog is not None
+        self._backlog.settle()
+        live = len(chosen)
+        following = F.pad(chosen, (0, 0, 0, len(taken) - live)).flatten()
+        heads = batch.cu_seqlens[:-1].long() + taken - 1
+        steps = Steps(plan.proposals, plan.most_proposals)
+        return self._drafter.draft(batch, hidden, capture, following, heads, steps)[:live]
 
     def _result(
         self, plan: RoundPlan, chosen: list[list[int]], counts: list[int], windows: list[list[int]], started: float
@@ -180,7 +215,8 @@ class DecodeReplica:
         )
         return RoundResult(plan.round_id, self._replica, results, started, time.time())
 
-    def _check_live(self, place: int) -> Sampling:
+    def _check_live(self, place: int) -> int:
+        """The position of its anchor."""
         self._check_place(place)
         sampling = self._sampling[place]
         position = int(self._state.positions[place])
@@ -189,7 +225,7 @@ class DecodeReplica:
                 f"place {place} of replica {self._replica} cannot decode position {position}: it is empty, or its table of "
                 f"{self._counts[place]} blocks is too short"
             )
-        return sampling
+        return position
 
     def _check_widths(self, plan: RoundPlan) -> None:
         short = [place for place in plan.live if self._windows[place] < plan.width]

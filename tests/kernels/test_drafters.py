@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from k3mesh.errors import Internal
-from services.worker.model.batch import ForwardBatch, Hop
+from services.worker.model.batch import Hop
 from services.worker.speculative.context_producer import ContextSum, DSparkContextProducer
 from tests.lib.drafted import Checkpoints, DraftedEngine
 from tests.lib.golden import golden_model, make_batch, request, topology_of
@@ -82,9 +82,9 @@ def test_the_sum_over_the_stages_is_the_projection_of_all_taps_at_once_but_for_f
         taps[index] = rows.double()
         take(self, index, rows)
 
-    def finished(self: DSparkContextProducer, context: ContextSum, batch: ForwardBatch) -> None:
+    def finished(self: DSparkContextProducer, context: ContextSum, *where: torch.Tensor) -> None:
         sums.append(context.total.double())
-        write(self, context, batch)
+        write(self, context, *where)
 
     monkeypatch.setattr(ContextSum, "take", recorded)
     monkeypatch.setattr(DSparkContextProducer, "write", finished)

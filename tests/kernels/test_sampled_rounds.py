@@ -42,7 +42,9 @@ class TableTarget:
 
 
 class TableDrafter:
-    """Proposes by a rule of one token."""
+    """Proposes by a rule of one token, in every round."""
+
+    collective = False
 
     def __init__(self, draft: Draft):
         self._draft = draft

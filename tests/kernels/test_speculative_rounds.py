@@ -9,12 +9,14 @@ import torch
 from k3mesh.errors import Internal
 from services.contracts.barriers import FieldsReady, HandoffReady
 from services.contracts.geometry import verify_widths
+from services.worker.speculative.backlog import ROUNDS as BACKLOG_ROUNDS
 from services.worker.speculative.sampling import Sampling
 from tests.lib.drafted import Checkpoints, ForcedDrafter, Job, SpeculativeRank
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 WARM = Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=11)
 EXACT = 1e-5
+MARK = 1234.5  # no cache row has it
 NEVER = 9  # more tokens than a window has: all proposals are true
 
 
@@ -100,15 +102,17 @@ def test_no_token_depends_on_the_widths_of_rounds(plain: SpeculativeRank, rank: 
     assert len(set(lengths)) > 2, "every round gave as much: a weak test"
 
 
-def test_rounds_of_width_1_leave_the_states_of_decoding_one_by_one(plain: SpeculativeRank, rank: SpeculativeRank):
+@pytest.mark.parametrize("off", [6, 2 * BACKLOG_ROUNDS + 5])
+def test_rounds_of_width_1_leave_the_states_of_decoding_one_by_one(plain: SpeculativeRank, rank: SpeculativeRank, off: int):
     """Speculation goes off and comes back: the drafter's rows are those of having drafted all the time."""
-    job = Job(prompt_of(60, 13), slot=3)
-    wanted, _ = plain.generate(job, 40)
+    job = Job(prompt_of(110, 13), slot=3)
+    count = off + 14
+    wanted, _ = plain.generate(job, count + 20)
     force(rank, job, wanted, [NEVER] * 2)
-    tokens, lengths = rank.generate(job, 20, widths=chain([rank.width, 2], repeat(1, 6), repeat(rank.width)))
-    assert tokens[:20] == wanted[:20] and lengths[2:8] == [1] * 6
+    tokens, lengths = rank.generate(job, count, widths=chain([rank.width, 2], repeat(1, off), repeat(rank.width)))
+    assert tokens[:count] == wanted[:count] and lengths[2 : 2 + off] == [1] * off
     kept = len(job.prompt) + len(tokens) - 1
-    again = Job([*job.prompt, *tokens[:-1]], slot=4, blocks=(11, 12, 13))
+    again = Job([*job.prompt, *tokens[:-1]], slot=4, blocks=(11, 12, 13, 14, 15))
     rows = [torch.cat([pool[b, :, 0] for b in job.blocks])[: kept - 1].clone() for pool in rank.caches.draft.values()]
     states = [pool[job.slot].clone() for pool in rank.caches.kda_rec.values()]
     rank.start(again)
@@ -116,6 +120,48 @@ def test_rounds_of_width_1_leave_the_states_of_decoding_one_by_one(plain: Specul
         assert near(row, torch.cat([pool[b, :, 0] for b in again.blocks])[: kept - 1])
     for pool, state in zip(rank.caches.kda_rec.values(), states, strict=True):
         assert near(state, pool[again.slot])
+
+
+def test_rows_of_a_full_block_are_written_at_once_others_when_somebody_drafts(rank: SpeculativeRank):
+    """Somebody else may find a full block in the prefix cache."""
+    job, pools = Job(prompt_of(124, 15), slot=5), rank.caches.draft.values()
+    (first, *_), at = job.blocks, len(job.prompt)
+    installs = [rank.install(job, rank.start(job, proposals=0))]
+    for pool in pools:
+        pool[first, at:] = MARK
+    kept: list[int] = []
+    for written in (False, False, False, True):
+        rank.round([job], installs, width=1, following=1)
+        kept.append(rank.decode.counters()["draft_rows_kept"])
+        installs = []
+        assert all(bool((pool[first, at:] != MARK).all()) == written for pool in pools)
+    rank.round([job], width=1, following=1)
+    assert [*kept, rank.decode.counters()["draft_rows_kept"]] == [1, 2, 3, 0, 1]
+    rank.round([job], width=1, following=2)
+    assert rank.decode.counters()["draft_rows_kept"] == 0
+    rank.round([], clears=[job.place])
+
+
+def test_rows_of_a_request_that_is_over_are_never_written(rank: SpeculativeRank):
+    """Its blocks may be somebody else's when the others' rows are written."""
+    over, other = Job(prompt_of(20, 16), slot=5), Job(prompt_of(30, 17), place=1, slot=6, blocks=(21, 22, 23))
+    jobs, pools = [over, other], rank.caches.draft.values()
+    installs = [rank.install(job, rank.start(job, proposals=0)) for job in jobs]
+    for _ in range(3):
+        rank.round(jobs, installs, width=1, following=1)
+        installs = []
+    for pool in pools:
+        pool[list(over.blocks)] = MARK
+        pool[list(other.blocks), 30:] = MARK
+    rank.round([other], clears=[over.place], width=1, following=1)
+    assert rank.decode.counters()["draft_rows_kept"] == 4
+    rank.round([other], width=1, following=2)
+    for pool in pools:
+        assert bool((pool[list(over.blocks)] == MARK).all()), "a row of a finished request was written"
+        assert bool((pool[other.blocks[0], 30:34] != MARK).all())
+    rank.round([other], width=1, following=1)
+    rank.round([], clears=[other.place])
+    assert rank.decode.counters()["draft_rows_kept"] == 0
 
 
 @pytest.mark.parametrize("proposals", [0, 1, 2])

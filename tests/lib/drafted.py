@@ -148,11 +148,10 @@ class ForcedDrafter:
 
     def __init__(self, drafter: Drafter, vocab: int):
         self._drafter, self._vocab = drafter, vocab
+        self.collective = drafter.collective
+        self.begin, self.watch, self.inputs, self.write = drafter.begin, drafter.watch, drafter.inputs, drafter.write
         self.truth: dict[int, list[int]] = {}  # by KDA slot, the tokens of each position
         self.hits: dict[int, list[int]] = {}  # by KDA slot, of the windows to come; the real proposals when it is empty
-
-    def begin(self, rows: int, hop: Hop | None) -> Capture:
-        return self._drafter.begin(rows, hop)
 
     def draft(
         self, batch: ForwardBatch, hidden: Tensor, capture: Capture, following: Tensor, heads: Tensor, steps: Steps

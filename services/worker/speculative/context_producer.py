@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from k3mesh.errors import Internal
-from services.worker.model.batch import ForwardBatch, Hop
+from services.worker.model.batch import Hop
 from services.worker.speculative.dspark import K3DSparkModel
 
 
@@ -25,6 +25,19 @@ class ContextSum:
 
     def onto(self, hop: Hop) -> Hop:
         return replace(hop, accumulator=self.total)
+
+
+class TapRows:
+    """The taps of one batch as they are, to be summed later; a Capture of a stage that is all of the pipeline."""
+
+    def __init__(self):
+        self.rows: dict[int, Tensor] = {}  # [T, h] by tap
+
+    def take(self, index: int, rows: Tensor) -> None:
+        self.rows[index] = rows.clone()
+
+    def onto(self, hop: Hop) -> Hop:
+        raise AssertionError("there is no next stage")
 
 
 class DSparkContextProducer:
@@ -49,10 +62,10 @@ class DSparkContextProducer:
             )
         return ContextSum(self._model, incoming)
 
-    def write(self, context: ContextSum, batch: ForwardBatch) -> None:
-        """The complete sum becomes every draft layer's cache rows of the batch (last stage). Overwrites what a block of
-        proposals left at these positions."""
-        rows = {len(context.total), len(batch.positions), len(batch.write_slots)}
+    def write(self, context: ContextSum, positions: Tensor, write_slots: Tensor) -> None:
+        """The complete sum of T rows becomes every draft layer's cache rows of positions [T] (last stage). Overwrites what a
+        block of proposals left there."""
+        rows = {len(context.total), len(positions), len(write_slots)}
         if len(rows) > 1:
             raise Internal(f"context rows, positions and slots differ in number: {sorted(rows)}", detail="CTX_ROWS")
-        self._model.write_context(self._model.context(context.total), batch.positions, batch.write_slots)
+        self._model.write_context(self._model.context(context.total), positions, write_slots)

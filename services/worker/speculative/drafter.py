@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.ops import BLOCK_ROWS
 from services.worker.model.batch import ForwardBatch, Hop
 from services.worker.speculative.capture import Capture
-from services.worker.speculative.context_producer import ContextSum, DSparkContextProducer
+from services.worker.speculative.context_producer import ContextSum, DSparkContextProducer, TapRows
 from services.worker.speculative.dspark import K3DSparkModel
 
 
@@ -22,7 +22,13 @@ class Steps:
 
 
 class Drafter(Protocol):
-    """One rank's part of a drafter. `begin` on every stage that holds a part, `draft` on the last."""
+    """One rank's part of a drafter. `begin` on every stage that holds a part, `draft` on the last.
+
+    Of a batch after which nobody drafts, the cache rows can be written later: `watch` in the place of `begin`, `inputs` in
+    the place of `draft`, and `write` in the end (Backlog). Only where one stage is all of the pipeline.
+    """
+
+    collective: bool  # whether all replicas of the engine draft together
 
     def begin(self, rows: int, hop: Hop | None) -> Capture:
         """Before the target's stage runs a batch of `rows` rows that came with `hop`."""
@@ -40,9 +46,23 @@ class Drafter(Protocol):
         """
         ...
 
+    def watch(self) -> Capture:
+        """Before the target's stage runs a batch whose rows are written later."""
+        ...
+
+    def inputs(self, capture: Capture, hidden: Tensor, following: Tensor) -> tuple[Tensor, ...]:
+        """After it: what its rows are made of, [T, ...] each. The capture is that of `watch`, the rest as for `draft`."""
+        ...
+
+    def write(self, inputs: tuple[Tensor, ...], positions: Tensor, write_slots: Tensor) -> None:
+        """The cache rows of any number of batches, as `draft` would have written them. Collective over TP."""
+        ...
+
 
 class DSparkDrafter:
     """Writes context rows for each batch and proposes a block after each anchor."""
+
+    collective = False
 
     def __init__(self, model: K3DSparkModel, producer: DSparkContextProducer):
         self._model, self._producer = model, producer
@@ -54,11 +74,26 @@ class DSparkDrafter:
         self, batch: ForwardBatch, hidden: Tensor, capture: Capture, following: Tensor, heads: Tensor, steps: Steps
     ) -> Tensor:
         assert isinstance(capture, ContextSum)
-        self._producer.write(capture, batch)  # before the block, whose rows take the place of rejected ones
+        self._producer.write(
+            capture, batch.positions, batch.write_slots
+        )  # before the block, whose rows take the place of rejected ones
         if not steps.proposals or not bool((batch.write_slots[heads] >= BLOCK_ROWS).any()):
             return heads.new_zeros(len(heads), steps.proposals)  # nobody else waits for this replica's block
         tables = batch.block_tables[sequence_of(batch, heads)]
         return self._model.propose(following[heads], batch.positions[heads] + 1, tables, steps.proposals)
+
+    def watch(self) -> TapRows:
+        return TapRows()
+
+    def inputs(self, capture: Capture, hidden: Tensor, following: Tensor) -> tuple[Tensor, ...]:
+        assert isinstance(capture, TapRows)
+        return tuple(rows for _, rows in sorted(capture.rows.items()))
+
+    def write(self, inputs: tuple[Tensor, ...], positions: Tensor, write_slots: Tensor) -> None:
+        context = self._producer.begin(len(positions), None)
+        for index, rows in enumerate(inputs):
+            context.take(index, rows)
+        self._producer.write(context, positions, write_slots)
 
 
 def sequence_of(batch: ForwardBatch, rows: Tensor) -> Tensor:

@@ -57,10 +57,10 @@ class NextNModel:
         if self._embed is None:
             self._embed = target.embed
 
-    def write(self, following: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
-        """following [T], hidden [T, h] of the batch's rows -> their cache rows."""
+    def write(self, following: Tensor, hidden: Tensor, write_slots: Tensor) -> None:
+        """following [T], hidden [T, h] of rows -> their cache rows."""
         x = self._merged(following, hidden)
-        self._attention.write(self._ops.rms_norm(x, self._input_norm, self._eps), batch)
+        self._attention.write(self._ops.rms_norm(x, self._input_norm, self._eps), write_slots)
 
     def __call__(self, following: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """following [T], hidden [T, h] of the batch's rows -> out [T, h], normed: the next step's hidden. Writes the cache."""
@@ -94,6 +94,8 @@ class NoCapture:
 class NextNDrafter:
     """Rewrites the batch's rows with what the target says of them, then drafts one token after the other."""
 
+    collective = True
+
     def __init__(self, model: NextNModel):
         self._model = model
 
@@ -103,7 +105,7 @@ class NextNDrafter:
     def draft(
         self, batch: ForwardBatch, hidden: Tensor, capture: Capture, following: Tensor, heads: Tensor, steps: Steps
     ) -> Tensor:
-        self._model.write(following, hidden, batch)
+        self._model.write(following, hidden, batch.write_slots)
         if not len(heads):
             return heads.new_zeros(0, steps.proposals)
         proposals, token, out = heads.new_zeros(len(heads), steps.proposals), following[heads], hidden[heads]
@@ -114,6 +116,16 @@ class NextNDrafter:
         for _ in range(steps.most - steps.proposals):
             self._model(following[:1], hidden[:1], _padding(batch))
         return proposals
+
+    def watch(self) -> NoCapture:
+        return NoCapture()
+
+    def inputs(self, capture: Capture, hidden: Tensor, following: Tensor) -> tuple[Tensor, ...]:
+        return following, hidden
+
+    def write(self, inputs: tuple[Tensor, ...], positions: Tensor, write_slots: Tensor) -> None:
+        following, hidden = inputs
+        self._model.write(following, hidden, write_slots)
 
 
 def _rows_behind(batch: ForwardBatch, heads: Tensor, distance: int) -> ForwardBatch:
