@@ -63,12 +63,14 @@ class DecodeReplica:
         self._rounds, self._tokens, self._drafted, self._accepted = 0, 0, 0, 0
 
     def counters(self) -> dict[str, int]:
-        return {
+        counters = {
             "places": sum(sampling is not None for sampling in self._sampling),
             "windows": sum(map(bool, self._windows)),
             "blocks_in_tables": sum(self._counts),
-            "draft_rows_kept": len(self._backlog or ()),
         }
+        if self._backlog is not None:
+            counters["draft_rows_kept"] = len(self._backlog)
+        return counters
 
     def totals(self) -> dict[str, int]:
         totals = {"rounds": self._rounds, "tokens": self._tokens}
