@@ -219,14 +219,18 @@ class Placement(_message.Message):
     def __init__(self, contract: _Optional[str] = ..., engine_id: _Optional[str] = ..., role: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., stage: _Optional[int] = ..., num_stages: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., dp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., global_rank: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., draft_fingerprint: _Optional[str] = ..., block_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_slots: _Optional[int] = ..., verify_width: _Optional[int] = ..., speculative_algorithm: _Optional[str] = ..., layer_lo: _Optional[int] = ..., layer_hi: _Optional[int] = ..., arenas: _Optional[_Iterable[_Union[Arena, _Mapping]]] = ..., fields: _Optional[_Iterable[_Union[Field, _Mapping]]] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class Arena(_message.Message):
-    __slots__ = ("arena_id", "name", "length")
+    __slots__ = ("arena_id", "name", "length", "cuda_handle", "cuda_device")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CUDA_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    CUDA_DEVICE_FIELD_NUMBER: _ClassVar[int]
     arena_id: int
     name: str
     length: int
-    def __init__(self, arena_id: _Optional[int] = ..., name: _Optional[str] = ..., length: _Optional[int] = ...) -> None: ...
+    cuda_handle: bytes
+    cuda_device: bytes
+    def __init__(self, arena_id: _Optional[int] = ..., name: _Optional[str] = ..., length: _Optional[int] = ..., cuda_handle: _Optional[bytes] = ..., cuda_device: _Optional[bytes] = ...) -> None: ...
 
 class Field(_message.Message):
     __slots__ = ("field_id", "layer", "kind", "dtype", "shape", "arena_id", "offset", "unit_stride", "payload", "parts")
@@ -253,7 +257,7 @@ class Field(_message.Message):
     def __init__(self, field_id: _Optional[str] = ..., layer: _Optional[int] = ..., kind: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., arena_id: _Optional[int] = ..., offset: _Optional[int] = ..., unit_stride: _Optional[int] = ..., payload: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PeerMessage(_message.Message):
-    __slots__ = ("hello", "offer", "offer_reply", "frames", "grant", "stage_done", "stage_ack", "cancel", "drained", "heartbeat", "refused")
+    __slots__ = ("hello", "offer", "offer_reply", "frames", "grant", "stage_done", "stage_ack", "cancel", "drained", "heartbeat", "refused", "bundle")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     OFFER_REPLY_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +269,7 @@ class PeerMessage(_message.Message):
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_FIELD_NUMBER: _ClassVar[int]
     hello: PeerHello
     offer: Manifest
     offer_reply: OfferReply
@@ -276,21 +281,30 @@ class PeerMessage(_message.Message):
     drained: Drained
     heartbeat: Heartbeat
     refused: _common_pb2.Failure
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., offer: _Optional[_Union[Manifest, _Mapping]] = ..., offer_reply: _Optional[_Union[OfferReply, _Mapping]] = ..., frames: _Optional[_Union[FrameBatch, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., stage_done: _Optional[_Union[StageDone, _Mapping]] = ..., stage_ack: _Optional[_Union[StageAck, _Mapping]] = ..., cancel: _Optional[_Union[_request_pb2.CancelRoom, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
+    bundle: Bundle
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., offer: _Optional[_Union[Manifest, _Mapping]] = ..., offer_reply: _Optional[_Union[OfferReply, _Mapping]] = ..., frames: _Optional[_Union[FrameBatch, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., stage_done: _Optional[_Union[StageDone, _Mapping]] = ..., stage_ack: _Optional[_Union[StageAck, _Mapping]] = ..., cancel: _Optional[_Union[_request_pb2.CancelRoom, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ..., bundle: _Optional[_Union[Bundle, _Mapping]] = ...) -> None: ...
+
+class Bundle(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[PeerMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[PeerMessage, _Mapping]]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("placement", "ucx_address", "link_id", "link_epoch", "frame_bytes")
+    __slots__ = ("placement", "ucx_address", "link_id", "link_epoch", "frame_bytes", "checksum")
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     UCX_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LINK_ID_FIELD_NUMBER: _ClassVar[int]
     LINK_EPOCH_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     placement: Placement
     ucx_address: bytes
     link_id: int
     link_epoch: int
     frame_bytes: int
-    def __init__(self, placement: _Optional[_Union[Placement, _Mapping]] = ..., ucx_address: _Optional[bytes] = ..., link_id: _Optional[int] = ..., link_epoch: _Optional[int] = ..., frame_bytes: _Optional[int] = ...) -> None: ...
+    checksum: str
+    def __init__(self, placement: _Optional[_Union[Placement, _Mapping]] = ..., ucx_address: _Optional[bytes] = ..., link_id: _Optional[int] = ..., link_epoch: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., checksum: _Optional[str] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ("room", "attempt", "failure")
@@ -325,14 +339,14 @@ class Frame(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., length: _Optional[int] = ..., checksum: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ...) -> None: ...
 
 class Extent(_message.Message):
-    __slots__ = ("field", "first", "count")
-    FIELD_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("fields", "first", "count")
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
-    field: int
+    fields: _containers.RepeatedScalarFieldContainer[int]
     first: int
     count: int
-    def __init__(self, field: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
+    def __init__(self, fields: _Optional[_Iterable[int]] = ..., first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("room", "seqs")

@@ -14,8 +14,9 @@ from k3mesh.v1 import transfer_pb2_grpc
 from services.contracts.placement import Placement
 from services.kvtransfer import wire
 from services.kvtransfer.control import Control
-from services.kvtransfer.frames import CacheMemory, HostMemory, check_frame_bytes
+from services.kvtransfer.frames import CacheMemory, check_frame_bytes
 from services.kvtransfer.local import WorkerSocket
+from services.kvtransfer.memory import open_memory, profile_of
 from services.kvtransfer.messages import (
     CloseLink,
     Gather,
@@ -33,7 +34,7 @@ from services.kvtransfer.peers import Peers, PeerService
 from services.kvtransfer.session import Limits
 from services.kvtransfer.sink import SinkSession
 from services.kvtransfer.source import SourceSession
-from services.kvtransfer.transport import Transport
+from services.kvtransfer.transport import Profile, Transport
 from services.runtime.process import Process
 from services.runtime.rpc_server import RpcServer
 from services.runtime.shell import Shell
@@ -95,9 +96,12 @@ class Copier:
 
 
 class Agent:
-    """One agent. `transport` makes the way for frames; tests put one that damages them in its place."""
+    """One agent. What it takes depends on where its worker's pools are. `transport` makes the way for frames; tests put one
+    that damages them in its place."""
 
-    def __init__(self, place: Place, limits: Limits, transport: Callable[[], Transport] = Transport):
+    def __init__(
+        self, place: Place, limits: Callable[[Profile], Limits], transport: Callable[[Profile], Transport] = Transport
+    ):
         self._place, self._limits, self._transport = place, limits, transport
 
     async def run(self, process: Process) -> None:
@@ -105,7 +109,6 @@ class Agent:
         async with AsyncExitStack() as stack:
             worker = WorkerSocket(self._place.agent_socket)
             stack.callback(worker.close)
-            transport = self._transport()
             meeting = asyncio.ensure_future(worker.meet(self._place.startup_timeout))
             stopping = asyncio.ensure_future(process.stopping.wait())
             await asyncio.wait([meeting, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -115,12 +118,13 @@ class Agent:
                 await asyncio.wait([meeting])
                 return
             placement, arenas = meeting.result()
-            self._check(placement)
-            limits = self._limits
-            memory = HostMemory(placement, arenas, limits.frames, limits.frame_bytes)
+            profile = profile_of(arenas)
+            limits = self._limits(profile)
+            self._check(placement, limits)
+            memory = open_memory(placement, arenas, limits)
             size = dict(frames=limits.frames, frame_bytes=limits.frame_bytes, bytes=limits.staging_bytes)
-            log.info("staging", **size, pinned=memory.pinned)
-            await self._serve(process, stack, worker, transport, placement, memory)
+            log.info("staging", memory=profile.memory, **size, pinned=memory.pinned)
+            await self._serve(process, stack, worker, self._transport(profile), placement, memory, limits)
 
     async def _serve(
         self,
@@ -130,8 +134,8 @@ class Agent:
         transport: Transport,
         placement: Placement,
         memory: CacheMemory,
+        limits: Limits,
     ) -> None:
-        limits = self._limits
         session = (SourceSession if placement.role == "prefill" else SinkSession)(placement, limits)
         shell = Shell(session)
         peers = Peers(placement, limits, transport, memory, shell.post)
@@ -139,7 +143,7 @@ class Agent:
         def counts() -> tuple[dict[str, int], dict[str, int]]:
             return {**session.counters(), "tasks": shell.tasks, "transfers": transport.tasks}, session.totals
 
-        control = Control(placement, self._limits.staging_bytes, shell.post, counts)
+        control = Control(placement, limits.staging_bytes, shell.post, counts)
         copier = self._wire(shell, memory, peers, control)
         stack.callback(copier.close)
         server = RpcServer(
@@ -204,7 +208,7 @@ class Agent:
             shell.on(kind, copier.do)
         return copier
 
-    def _check(self, placement: Placement) -> None:
+    def _check(self, placement: Placement, limits: Limits) -> None:
         wanted = (self._place.engine_id, self._place.role, self._place.rank)
         found = (placement.engine_id, placement.role, placement.global_rank)
         if found != wanted:
@@ -213,7 +217,7 @@ class Agent:
                 f"{wanted}; give each worker its own agent's socket",
                 param="agent_socket",
             )
-        check_frame_bytes(placement, self._limits.frame_bytes)
+        check_frame_bytes(placement, limits.frame_bytes)
 
 
 def _first(group: BaseException) -> Any:

@@ -5,7 +5,7 @@ A frame holds whole units one after the other, so the extents of its message say
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -26,6 +26,9 @@ class CacheMemory(Protocol):
 
     Only `frame` is called on the loop; the others are the copier's, one at a time.
     """
+
+    checksum: str  # which one `gather` returns: "xxh3_64", or "sum64" of units.cu
+    pinned: bool  # the frames stay where they are
 
     def frame(self, index: int, length: int) -> Any:
         """A frame's first `length` bytes, as the transport takes them."""
@@ -50,6 +53,8 @@ class HostMemory:
     Frames become resident as they are first used; if `pinned`, they stay so.
     """
 
+    checksum = "xxh3_64"
+
     def __init__(self, placement: Placement, arenas: Sequence[Any], frames: int, frame_bytes: int):
         """`arenas`: one buffer for each arena of the record, at least as long as it says."""
         buffers = {
@@ -73,13 +78,11 @@ class HostMemory:
     def gather(self, index: int, units: Sequence[Units]) -> int:
         frame, at = self._frames[index], 0
         summed = xxhash.xxh3_64()
-        for run in units:
-            field = self._fields[run.field]
-            for unit in run.ids:
-                end = at + field.shape[1]
-                frame[at:end] = field[unit]
-                summed.update(frame[at:end].data)  # now, while it is in the core's cache
-                at = end
+        for field, unit in self._each(units):
+            end = at + field.shape[1]
+            frame[at:end] = field[unit]
+            summed.update(frame[at:end].data)  # now, while it is in the core's cache
+            at = end
         return summed.intdigest()
 
     def verify(self, index: int, length: int, checksum: int) -> bool:
@@ -87,12 +90,18 @@ class HostMemory:
 
     def scatter(self, index: int, units: Sequence[Units]) -> None:
         frame, at = self._frames[index], 0
+        for field, unit in self._each(units):
+            end = at + field.shape[1]
+            field[unit] = frame[at:end]
+            at = end
+
+    def _each(self, units: Sequence[Units]) -> Iterator[tuple[Bytes, int]]:
+        """Field and number of each unit, in the order of the frame."""
         for run in units:
-            field = self._fields[run.field]
-            for unit in run.ids:
-                end = at + field.shape[1]
-                field[unit] = frame[at:end]
-                at = end
+            for index in run.fields:
+                field = self._fields[index]
+                for unit in run.ids:
+                    yield field, unit
 
 
 def _pin(memory: mmap.mmap) -> bool:

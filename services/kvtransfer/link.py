@@ -32,6 +32,7 @@ class Hello:
     link_id: int
     link_epoch: int
     frame_bytes: int
+    checksum: str  # of frames
 
 
 class PeerLink:
@@ -44,6 +45,7 @@ class PeerLink:
         self.gone = False
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._out: asyncio.Queue[transfer_pb2.PeerMessage | None] = asyncio.Queue()
+        self._said: list[transfer_pb2.PeerMessage] = []  # in this turn of the loop
 
     def say_hello(self, hello: Hello) -> None:
         self._out.put_nowait(
@@ -54,17 +56,28 @@ class PeerLink:
                     link_id=hello.link_id,
                     link_epoch=hello.link_epoch,
                     frame_bytes=hello.frame_bytes,
+                    checksum=hello.checksum,
                 )
             )
         )
 
     def send(self, message: PeerMessage) -> None:
+        """What is said in one turn of the loop goes as one message: gRPC's cost is one for each, and high."""
         if not self.ended.done():
-            self._out.put_nowait(wire.peer_message(message))
+            if not self._said:
+                asyncio.get_running_loop().call_soon(self._flush)
+            self._said.append(wire.peer_message(message))
+
+    def _flush(self) -> None:
+        said, self._said = self._said, []
+        if said:
+            bundle = transfer_pb2.Bundle(messages=said)
+            self._out.put_nowait(said[0] if len(said) == 1 else transfer_pb2.PeerMessage(bundle=bundle))
 
     def close(self, reason: str, refusal: MeshError | None = None) -> None:
         """End the link; what is queued still goes out, and the refusal as the last word."""
         if not self.ended.done():
+            self._flush()
             if refusal is not None:
                 self._out.put_nowait(transfer_pb2.PeerMessage(refused=channels.failure(refusal)))
             self.ended.set_result(reason)
@@ -98,7 +111,14 @@ class PeerLink:
         if message.WhichOneof("message") != "hello":
             raise ConfigError("the first message of a link is PeerHello; run the same release on both engines")
         hello = message.hello
-        return Hello(read_placement(hello.placement), hello.ucx_address, hello.link_id, hello.link_epoch, hello.frame_bytes)
+        return Hello(
+            read_placement(hello.placement),
+            hello.ucx_address,
+            hello.link_id,
+            hello.link_epoch,
+            hello.frame_bytes,
+            hello.checksum,
+        )
 
     async def read(self, source: AsyncIterator[transfer_pb2.PeerMessage], deliver: Callable[[FromPeer], None]) -> None:
         """Hand every message on until the link ends, from either side or by silence. Ends it, and never raises."""
@@ -109,14 +129,13 @@ class PeerLink:
                     message = await anext(source, None)
                 if message is None:
                     break
-                match message.WhichOneof("message"):
-                    case "heartbeat":
-                        pass
-                    case "refused":
-                        reason = message.refused.message
-                        break
-                    case _:
-                        deliver(FromPeer(self.number, wire.read_peer_message(message)))
+                kind = message.WhichOneof("message")
+                if kind == "refused":
+                    reason = message.refused.message
+                    break
+                for it in message.bundle.messages if kind == "bundle" else (message,):
+                    if it.WhichOneof("message") != "heartbeat":
+                        deliver(FromPeer(self.number, wire.read_peer_message(it)))
         except TimeoutError:
             self.gone = not self.ended.done()
             reason = f"{MISSED_BEATS} heartbeats missed"

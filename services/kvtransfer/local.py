@@ -14,7 +14,7 @@ from k3mesh.errors import ConfigError, EngineLost
 from k3mesh.v1 import transfer_pb2
 from services.contracts.placement import Placement
 from services.runtime.wire import read_placement
-from services.runtime.worker_line import ACCEPTED, LENGTH, MESSAGE_LIMIT, read_notice
+from services.runtime.worker_line import ACCEPTED, LENGTH, MESSAGE_LIMIT, CudaArena, read_cuda_arenas, read_notice
 
 ARENAS_LIMIT = 16
 
@@ -44,9 +44,9 @@ class WorkerSocket:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def meet(self, timeout: float) -> tuple[Placement, list[mmap.mmap]]:
-        """The worker's record and its arenas, mapped. EngineLost if none comes within `timeout` seconds, ConfigError if
-        record and memory do not go together."""
+    async def meet(self, timeout: float) -> tuple[Placement, list[mmap.mmap] | list[CudaArena]]:
+        """The worker's record and its arenas: mapped, or where they are on a GPU. EngineLost if none comes within `timeout`
+        seconds, ConfigError if record and memory do not go together."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout):
@@ -65,7 +65,7 @@ class WorkerSocket:
                 raise ConfigError("the worker's first message is not its export; run the same release in all processes")
             placement = read_placement(message.export)
             placement.check()
-            return placement, _map(placement, fds)
+            return placement, read_cuda_arenas(message.export) or _map(placement, fds)
         finally:
             for fd in fds:
                 os.close(fd)

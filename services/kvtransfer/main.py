@@ -3,7 +3,7 @@
 from services.contracts.arguments import AgentArguments
 from services.kvtransfer.agent import Agent, Place
 from services.kvtransfer.session import Limits
-from services.kvtransfer.transport import usual_frame_bytes
+from services.kvtransfer.transport import Profile
 from services.runtime.process import Process, run
 
 
@@ -16,7 +16,13 @@ async def main(process: Process, arguments: AgentArguments) -> None:
         agent_socket=arguments.agent_socket,
         startup_timeout=arguments.startup_timeout,
     )
-    limits = Limits(frame_bytes=arguments.transfer_frame_bytes or usual_frame_bytes(), frames=arguments.transfer_frames)
+
+    def limits(profile: Profile) -> Limits:
+        return Limits(
+            frame_bytes=arguments.transfer_frame_bytes or profile.frame_bytes,
+            frames=arguments.transfer_frames or profile.frames,
+        )
+
     await Agent(place, limits).run(process)
 
 

@@ -80,9 +80,10 @@ class OfferReply:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`count` units of one field of the sender's record, from manifest position `first` on; 0 and 1 for a slot field."""
+    """`count` units of each of these fields of the sender's record, from manifest position `first` on; 0 and 1 for slot fields.
+    A barrier covers many fields, so a request's cache is a few extents."""
 
-    field: int
+    fields: tuple[int, ...]  # of one kind
     first: int
     count: int
 
@@ -91,7 +92,7 @@ class Extent:
 class Frame:
     seq: int
     length: int  # bytes
-    checksum: int  # xxh3_64
+    checksum: int  # as CacheMemory.checksum says
     extents: tuple[Extent, ...]
 
 
@@ -203,9 +204,9 @@ class Installed:
 # ---- effects
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Cache units of one field of this rank: block ids of a paged field, the slot of a slot field."""
+    """Cache units of fields of this rank: block ids of paged fields, the slot of slot fields; field after field."""
 
-    field: int
+    fields: tuple[int, ...]
     ids: tuple[int, ...]
 
 

@@ -48,7 +48,8 @@ class Peers:
         return PeerLink(Link(next(self._numbers)), self.limits.beat)
 
     def hello(self, link_id: int, link_epoch: int) -> Hello:
-        return Hello(self.placement, self.transport.address, link_id, link_epoch, self.limits.frame_bytes)
+        frame_bytes, checksum = self.limits.frame_bytes, self._memory.checksum
+        return Hello(self.placement, self.transport.address, link_id, link_epoch, frame_bytes, checksum)
 
     async def join(self, link: PeerLink, peer: Hello, link_id: int, link_epoch: int) -> None:
         """Frames can go over the link from now on. EngineLost if UCX does not reach the peer."""
@@ -160,6 +161,13 @@ class PeerService(transfer_pb2_grpc.TransferPeerServicer):
                 detail="PD_CONTRACT",
             )
         check_contract(own, peer.placement)
+        mine = self._peers.hello(peer.link_id, peer.link_epoch)
+        if peer.checksum != mine.checksum:
+            raise ConfigError(
+                f"frames have checksums of kind {mine.checksum!r} on {own.name} and {peer.checksum!r} on "
+                f"{peer.placement.name}; put the pools of both engines on CPUs (xxh3_64), or on GPUs (sum64)",
+                detail="PD_CONTRACT",
+            )
         if peer.frame_bytes < self._peers.limits.frame_bytes:
             raise ConfigError(
                 f"frame_bytes is {self._peers.limits.frame_bytes} on {own.name} and {peer.frame_bytes} on "

@@ -71,7 +71,7 @@ class Source:
 
     def units(self, extent: m.Extent, paged: bool) -> m.Units:
         first = self.manifest.first_block + extent.first
-        return m.Units(extent.field, tuple(self.table[first : first + extent.count]) if paged else (self.slot,))
+        return m.Units(extent.fields, tuple(self.table[first : first + extent.count]) if paged else (self.slot,))
 
 
 # ---- D
@@ -111,17 +111,22 @@ class Share:
             return "it comes after the stage's end"
         length = 0
         for extent in frame.extents:
-            if extent.field >= len(record.fields):
-                return f"field {extent.field} is not in the stage's record"
-            it = record.fields[extent.field]
-            if not (extent.count >= 1 and extent.first + extent.count <= (positions if it.kind == PAGED else 1)):
-                return f"positions {extent.first}+{extent.count} of {it.field_id} are not all in the manifest"
+            if not extent.fields:
+                return "an extent names no field"
             bits = (1 << extent.count) - 1 << extent.first
-            before = self.announced.get(extent.field, 0)
-            if before & bits:
-                return f"a unit of {it.field_id} comes twice"
-            self.announced[extent.field] = before | bits
-            length += extent.count * it.payload
+            for index in extent.fields:
+                if index >= len(record.fields):
+                    return f"field {index} is not in the stage's record"
+                it = record.fields[index]
+                if it.kind != record.fields[extent.fields[0]].kind:
+                    return f"{it.field_id} is of another kind than the fields beside it"
+                if not (extent.count >= 1 and extent.first + extent.count <= (positions if it.kind == PAGED else 1)):
+                    return f"positions {extent.first}+{extent.count} of {it.field_id} are not all in the manifest"
+                before = self.announced.get(index, 0)
+                if before & bits:
+                    return f"a unit of {it.field_id} comes twice"
+                self.announced[index] = before | bits
+                length += extent.count * it.payload
         if not 0 < length == frame.length:
             return f"{frame.length} bytes are announced for units of {length}"
         self.frames_announced += 1

@@ -215,10 +215,10 @@ class SinkSession(Session):
         own = self._pairing.fields[incoming.stage]
 
         def units(extent: m.Extent) -> m.Units:
-            index = own[extent.field]
-            if self.placement.fields[index].kind == PAGED:
-                return m.Units(index, sink.manifest.blocks[extent.first : extent.first + extent.count])
-            return m.Units(index, (sink.manifest.slot,))
+            fields = tuple(own[index] for index in extent.fields)
+            if self.placement.fields[fields[0]].kind == PAGED:
+                return m.Units(fields, sink.manifest.blocks[extent.first : extent.first + extent.count])
+            return m.Units(fields, (sink.manifest.slot,))
 
         return tuple(units(extent) for extent in incoming.frame.extents)
 

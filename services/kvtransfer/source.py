@@ -40,6 +40,8 @@ class SourceSession(Session):
 
     def __init__(self, placement: Placement, limits: Limits):
         super().__init__(placement, limits)
+        self._payloads = tuple(field.payload for field in placement.fields)
+        self._paged = tuple(field.kind == PAGED for field in placement.fields)
         self._peers: dict[m.Link, Peer] = {}
         self._rooms: dict[m.Room, Source] = {}
         self._steps: dict[int, list[tuple[m.Room, range, bool]]] = {}  # rows of running engine steps: room, positions, last
@@ -159,24 +161,28 @@ class SourceSession(Session):
         steps = self.placement.producer_steps
         over = event.hi >= len(steps)
         rows = self._steps.pop(event.step_id, []) if over else self._steps.get(event.step_id, [])
+        written = [index for step in steps[event.lo : event.hi] for index in step]
+        paged = tuple(index for index in written if self._paged[index])
+        slots = tuple(index for index in written if not self._paged[index])
         for room, positions, last in rows:
             source = self._rooms.get(room)
             if source is None or source.phase is Phase.FAILED:
                 continue
-            for index in (index for step in steps[event.lo : event.hi] for index in step):
-                paged = self.placement.fields[index].kind == PAGED
-                if paged and len(positions):
-                    self._write(room, source, m.Extent(index, positions.start, len(positions)))
-                elif not paged and last:
-                    self._write(room, source, m.Extent(index, 0, 1))
+            if paged and positions:
+                self._write(room, source, m.Extent(paged, positions.start, len(positions)))
+            if slots and last:
+                self._write(room, source, m.Extent(slots, 0, 1))
             if last and over:
                 self._complete(room, source)
 
     def _write(self, room: m.Room, source: Source, extent: m.Extent) -> None:
         source.written.append(extent)
-        source.written_bytes += self.placement.fields[extent.field].payload * extent.count
+        source.written_bytes += self._bytes_of(extent)
         if source.link is not None:
             self._pending.push(source.link, (room, extent))
+
+    def _bytes_of(self, extent: m.Extent) -> int:
+        return sum(self._payloads[index] for index in extent.fields) * extent.count
 
     def _complete(self, room: m.Room, source: Source) -> None:
         expected = self.placement.expected_bytes(len(source.manifest.blocks))
@@ -208,7 +214,7 @@ class SourceSession(Session):
             source.held.add(frame)
             source.phase = Phase.TRANSFERRING
             self._frames[frame] = Outgoing(room, link, extents, length)
-            units = tuple(source.units(it, self.placement.fields[it.field].kind == PAGED) for it in extents)
+            units = tuple(source.units(it, self._paged[it.fields[0]]) for it in extents)
             self.emit(m.Gather(frame, units, length))
 
     def _fill(self, link: m.Link, room: m.Room, extent: m.Extent) -> tuple[tuple[m.Extent, ...], int]:
@@ -216,19 +222,31 @@ class SourceSession(Session):
         extents: list[m.Extent] = []
         length = 0
         while True:
-            payload = self.placement.fields[extent.field].payload
-            fits = min(extent.count, (self.limits.frame_bytes - length) // payload)
-            if fits:
-                extents.append(m.Extent(extent.field, extent.first, fits))
-                length += fits * payload
-            if fits < extent.count:
-                self._pending.put_back(link, (room, m.Extent(extent.field, extent.first + fits, extent.count - fits)))
-                break
+            fits, rest = self._split(extent, self.limits.frame_bytes - length)
+            extents += fits
+            length += sum(map(self._bytes_of, fits))
+            for it in reversed(rest):
+                self._pending.put_back(link, (room, it))
             following = self._pending.head(link)
-            if following is None or following[0] != room:
+            if rest or following is None or following[0] != room:
                 break
             _, extent = self._pending.pop(link)
         return tuple(extents), length
+
+    def _split(self, extent: m.Extent, space: int) -> tuple[list[m.Extent], list[m.Extent]]:
+        """What of it fits into `space` bytes, and the rest: whole fields, units of the field that the cut goes through."""
+        if self._bytes_of(extent) <= space:
+            return [extent], []
+        whole = 0  # fields
+        while (size := self._payloads[extent.fields[whole]] * extent.count) <= space:
+            whole, space = whole + 1, space - size
+        here, units = extent.fields[whole], space // self._payloads[extent.fields[whole]]
+        fits = [m.Extent(extent.fields[:whole], extent.first, extent.count), m.Extent((here,), extent.first, units)]
+        rest = [
+            m.Extent((here,), extent.first + units, extent.count - units),
+            m.Extent(extent.fields[whole + 1 :], extent.first, extent.count),
+        ]
+        return [it for it in fits if it.fields and it.count], [it for it in rest if it.fields]
 
     def _gathered(self, event: m.Gathered) -> None:
         held = self._frames[event.frame]

@@ -9,29 +9,37 @@ default, 2 % of a core for nothing; events and submissions wake it anyway, so WA
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from services.contracts.arguments import NVLINK_FRAME_BYTES, TCP_FRAME_BYTES
-from services.kvtransfer.frames import Bytes
+from k3mesh.errors import ConfigError
+from services.contracts.arguments import CUDA_FRAME_BYTES, CUDA_FRAMES, HOST_FRAME_BYTES, HOST_FRAMES
 
-ENVIRONMENT = {  # the TCP profile; the environment of the process goes first
-    "UCX_TLS": "tcp,self",
-    "UCX_NET_DEVICES": "lo",
-    "UCX_RNDV_SCHEME": "put_zcopy",
-    "UCX_TCP_TX_SEG_SIZE": "256k",
-    "UCX_TCP_RX_SEG_SIZE": "256k",
-    "UCX_WARN_UNUSED_ENV_VARS": "n",
-}
 WAKE_MS = 100
 
 
-def usual_frame_bytes() -> int:
-    """The size of a frame for the transports that UCX is told to use."""
-    nvlink = "cuda_ipc" in os.environ.get("UCX_TLS", ENVIRONMENT["UCX_TLS"]).split(",")
-    return NVLINK_FRAME_BYTES if nvlink else TCP_FRAME_BYTES
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How frames of one kind of memory travel. UCX's settings give way to the environment of the process."""
 
+    memory: str
+    environment: Mapping[str, str]
+    frame_bytes: int
+    frames: int
+
+
+EVERYWHERE = {"UCX_NET_DEVICES": "lo", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+HOST_SETTINGS = {
+    "UCX_TLS": "tcp,self",
+    "UCX_RNDV_SCHEME": "put_zcopy",
+    "UCX_TCP_TX_SEG_SIZE": "256k",
+    "UCX_TCP_RX_SEG_SIZE": "256k",
+}
+CUDA_SETTINGS = {"UCX_TLS": "cuda_ipc,cuda_copy,tcp,self"}  # tcp carries what is not frames
+HOST = Profile("host", EVERYWHERE | HOST_SETTINGS, HOST_FRAME_BYTES, HOST_FRAMES)
+CUDA = Profile("cuda", EVERYWHERE | CUDA_SETTINGS, CUDA_FRAME_BYTES, CUDA_FRAMES)
 
 PEER_GONE = ("ConnectionReset", "Canceled", "EndpointTimeout", "NotConnected", "Close")  # UCX's errors of a dead endpoint
 
@@ -44,8 +52,8 @@ class TransportError(Exception):
         self.peer_gone = peer_gone
 
 
-def start_ucx() -> Any:
-    """The module ucxx, with this process's one context and worker in it, in the profile above.
+def start_ucx(profile: Profile = HOST) -> Any:
+    """The module ucxx, with this process's one context and worker in it. ConfigError if UCX cannot move such memory.
 
     The calling thread and those that it starts from now on are scheduled as batch work (sched(7)). Sender, receiver, copies and
     loop wake each other many times for a frame; this way the one that wakes does not push another off its core within a copy.
@@ -53,12 +61,17 @@ def start_ucx() -> Any:
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
         with suppress(OSError):  # a sandbox that does not allow it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    for key, value in ENVIRONMENT.items():
+    for key, value in profile.environment.items():
         os.environ.setdefault(key, value)
     import ucxx  # reads the environment when it is imported
     import ucxx.core
 
     ucxx.init(progress_mode="thread", enable_python_future=True)
+    if profile is CUDA and not ucxx.core._get_ctx().context.cuda_support:
+        raise ConfigError(
+            f"UCX cannot move GPU memory here, with UCX_TLS={os.environ['UCX_TLS']}; UCX_TLS must name cuda_ipc and cuda_copy, "
+            "and UCX be built with CUDA (libucx-cu12) and find libcuda and libnvidia-ml"
+        )
     worker: Any = ucxx.core._get_ctx().worker
     worker.stop_progress_thread()
     worker.start_progress_thread(polling_mode=False, epoll_timeout=WAKE_MS)
@@ -68,8 +81,8 @@ def start_ucx() -> Any:
 class Transport:
     """One UCX worker, for the whole life of the process. `address` is what a peer needs to reach it."""
 
-    def __init__(self) -> None:
-        self._ucxx = ucxx = start_ucx()
+    def __init__(self, profile: Profile = HOST) -> None:
+        self._ucxx = ucxx = start_ucx(profile)
         self.address = bytes(ucxx.get_worker_address())
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -111,11 +124,11 @@ class Endpoint:
         self._transport, self._endpoint = transport, endpoint
         self._aborted = False
 
-    async def send(self, tag: int, buffer: Bytes) -> None:
+    async def send(self, tag: int, buffer: Any) -> None:
         """Until UCX has read the buffer; that the peer has it is for the peer to say. TransportError if it fails."""
         await self._do(self._endpoint.send, tag, buffer)
 
-    async def receive(self, tag: int, buffer: Bytes) -> None:
+    async def receive(self, tag: int, buffer: Any) -> None:
         """The message with this tag, not longer than the buffer; a shorter one leaves the rest of it as it was."""
         await self._do(self._endpoint.recv, tag, buffer)
 
@@ -125,7 +138,7 @@ class Endpoint:
             self._aborted = True
             await asyncio.to_thread(self._endpoint.abort)
 
-    async def _do(self, transfer: Callable[..., Coroutine[Any, Any, Any]], tag: int, buffer: Bytes) -> None:
+    async def _do(self, transfer: Callable[..., Coroutine[Any, Any, Any]], tag: int, buffer: Any) -> None:
         if self._aborted:
             raise TransportError("the endpoint was aborted", peer_gone=True)
         try:

@@ -69,12 +69,12 @@ def read_peer_message(it: transfer_pb2.PeerMessage) -> m.PeerMessage:
 
 
 def _frame(it: m.Frame) -> transfer_pb2.Frame:
-    extents = [transfer_pb2.Extent(field=extent.field, first=extent.first, count=extent.count) for extent in it.extents]
+    extents = [transfer_pb2.Extent(fields=extent.fields, first=extent.first, count=extent.count) for extent in it.extents]
     return transfer_pb2.Frame(seq=it.seq, length=it.length, checksum=it.checksum, extents=extents)
 
 
 def _read_frame(it: transfer_pb2.Frame) -> m.Frame:
-    extents = tuple(m.Extent(extent.field, extent.first, extent.count) for extent in it.extents)
+    extents = tuple(m.Extent(tuple(extent.fields), extent.first, extent.count) for extent in it.extents)
     return m.Frame(it.seq, it.length, it.checksum, extents)
 
 

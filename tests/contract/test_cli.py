@@ -125,10 +125,12 @@ def test_bench_speculation_refuses_before_any_process_starts(words: list[str], c
         (["--tokens", "8192,0"], "--tokens 8192,0: must be prompt lengths of at least 1; "),
         (["--tokens", "99999999"], "--tokens 99999999: the pools of both ranks take 6681.7 GB, "),
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
+        (["--at-once", "8,0"], "--at-once 8,0: must be at least 1; "),
+        (["--device", "cuda"], "--device cuda: two GPUs are needed, 0 are visible; "),
     ],
 )
 def test_bench_transfer_refuses_before_any_process_starts(words: list[str], cause: str, folder: Path):
-    result = k3mesh("bench", "transfer", *words, TMPDIR=str(folder))
+    result = k3mesh("bench", "transfer", *words, TMPDIR=str(folder), CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 2 and result.stderr.startswith(f"error: {cause}"), result.stderr
     assert result.stdout == "" and not list(folder.iterdir())
 

@@ -130,7 +130,7 @@ async def main(process: Any, _: Any) -> None:
         *(options[key] for key in ("engine_id", "role", "rank", "listen", "agent_socket")), startup_timeout=DEADLINE_S
     )
     Thread(target=hear, daemon=True).start()
-    await Agent(place, Limits(**options["limits"]), DamagedTransport).run(process)
+    await Agent(place, lambda _: Limits(**options["limits"]), DamagedTransport).run(process)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from services.kvtransfer.messages import Install, Installed, Units
 from tests.lib.transfer import record
 
 RECORD = record("decode")
-UNITS = (Units(4, (3, 1)),)
+UNITS = (Units((4,), (3, 1)),)
 LENGTH = 2 * RECORD.fields[4].payload
 
 

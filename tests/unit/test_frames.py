@@ -11,7 +11,6 @@ from k3mesh.errors import ConfigError
 from services.contracts.placement import Arena, FieldPlace, Placement
 from services.kvtransfer.frames import HostMemory, check_frame_bytes
 from services.kvtransfer.messages import Units
-from services.kvtransfer.transport import usual_frame_bytes
 from tests.lib.transfer import record
 
 UNITS = 5
@@ -43,10 +42,10 @@ def test_what_is_gathered_is_scattered_with_each_side_s_own_strides_and_nothing_
     source[:] = Random(seed).randbytes(8192)
     target, d = pools((192, 256), 0xEE)
     length = sum((100, 256)[field] * len(ids) for field, ids in chosen)
-    checksum = p.gather(1, [Units(field, tuple(ids)) for field, ids in chosen])
+    checksum = p.gather(1, [Units((field,), tuple(ids)) for field, ids in chosen])
     d.frame(0, length)[:] = p.frame(1, length)
     assert d.verify(0, length, checksum)
-    moved = [Units(field, tuple(UNITS - 1 - unit for unit in ids)) for field, ids in chosen]
+    moved = [Units((field,), tuple(UNITS - 1 - unit for unit in ids)) for field, ids in chosen]
     d.scatter(0, moved)
     wanted = bytearray([0xEE]) * 8192
     for field, ids in chosen:
@@ -61,7 +60,7 @@ def test_a_checksum_is_xxh3_and_sees_one_bit():
     _, memory = pools((128, 320), 0)
     nothing = 0x2D06800538D394C2  # XXH3_64bits of no bytes, from its specification
     assert memory.gather(0, []) == nothing and memory.verify(0, 0, nothing)
-    checksum = memory.gather(0, [Units(0, (1, 2)), Units(1, (0,))])
+    checksum = memory.gather(0, [Units((0,), (1, 2)), Units((1,), (0,))])
     assert memory.verify(0, 456, checksum) and not memory.verify(0, 455, checksum)
     memory.frame(0, 456)[300] ^= 1
     assert not memory.verify(0, 456, checksum)
@@ -83,7 +82,7 @@ def test_a_frame_below_the_largest_unit_is_refused():
 def test_prefill_pools_are_only_read():
     p = HostMemory(placement((128, 320)), [bytes(8192)], 1, 4096)
     with pytest.raises(ValueError, match="read-only"):
-        p.scatter(0, [Units(1, (0,))])
+        p.scatter(0, [Units((1,), (0,))])
 
 
 def test_staging_memory_that_is_pinned_is_locked_as_it_is_touched():
@@ -97,9 +96,3 @@ def test_staging_memory_that_is_pinned_is_locked_as_it_is_touched():
 def _locked() -> int:
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmLck")]
     return int(line.split()[1]) << 10
-
-
-@pytest.mark.parametrize(("tls", "size"), [(None, 8 << 20), ("tcp,self", 8 << 20), ("cuda_copy,cuda_ipc,tcp", 64 << 20)])
-def test_frames_are_as_large_as_the_transport_likes(monkeypatch: pytest.MonkeyPatch, tls: str | None, size: int):
-    monkeypatch.delenv("UCX_TLS", raising=False) if tls is None else monkeypatch.setenv("UCX_TLS", tls)
-    assert usual_frame_bytes() == size

@@ -280,11 +280,11 @@ class D(Side):
     def announce(self, stage: int = 0, positions: int = 3) -> None:
         payload = self.stages[stage].fields[4].payload
         for n in range(positions):
-            self.from_peer(m.FrameBatch(ROOM, 1, (m.Frame(n, payload, 1, (m.Extent(4, n, 1),)),)), stage)
+            self.from_peer(m.FrameBatch(ROOM, 1, (m.Frame(n, payload, 1, (m.Extent((4,), n, 1),)),)), stage)
 
     def rest_of(self, stage: int) -> None:
         """Its state and, on the last stage, the first token."""
-        slots = tuple(m.Extent(field, 0, 1) for field in range(4))
+        slots = (m.Extent(tuple(range(4)), 0, 1),)
         length = sum(field.payload for field in self.stages[stage].fields[:4])
         self.from_peer(m.FrameBatch(ROOM, 1, (m.Frame(3, length, 1, slots),)), stage)
         done = m.StageDone(ROOM, 1, stage, self.stages[stage].expected_bytes(3), 4, 5, HANDOFF if stage else None)

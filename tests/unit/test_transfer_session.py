@@ -61,8 +61,8 @@ class Receiving:
         return effects
 
     def frame(self, seq: int, *extents: tuple[int, int, int], stage: int = 0, **changes: Any) -> m.FrameBatch:
-        parts = tuple(m.Extent(*extent) for extent in extents)
-        length = sum(self.stages[stage].fields[min(it.field, 4)].payload * it.count for it in parts)
+        parts = tuple(m.Extent((field,), first, count) for field, first, count in extents)
+        length = sum(self.stages[stage].fields[min(it.fields[0], 4)].payload * it.count for it in parts)
         return m.FrameBatch(ROOM, 1, (replace(m.Frame(seq, length, 99, parts), **changes),))
 
     def install(self, effects: list[Any]) -> list[Any]:
@@ -194,7 +194,7 @@ def test_a_damaged_frame_fails_its_room():
     it = Receiving()
     (receive,) = [effect for effect in it.hear(1, it.frame(0, (4, 0, 1))) if isinstance(effect, m.Receive)]
     (install,) = it.session.apply(m.Received(receive.frame), 2)
-    assert install == m.Install(receive.frame, receive.length, 99, (m.Units(4, (3,)),))
+    assert install == m.Install(receive.frame, receive.length, 99, (m.Units((4,), (3,)),))
     effects = it.session.apply(m.Installed(receive.frame, False), 2)
     assert code(effects) == "PD_BYTES" and not it.session.totals["rooms_ok"]
 
@@ -387,16 +387,18 @@ def test_an_offer_longer_than_p_s_pool_is_refused():
 def test_state_is_gathered_after_the_last_chunk_only_and_a_partial_block_waits_for_it():
     it = Sending(window=4)
     early = it.chunk(0, 200, (10, 11))
-    assert [gather.units for gather in early] == [(m.Units(4, (10,)),)]
+    assert [gather.units for gather in early] == [(m.Units((4,), (10,)),)]
     late = it.chunk(200, 300, (12,), last=True, step=2)
     units = [unit for gather in late for unit in gather.units]
-    assert sorted((unit.field, unit.ids) for unit in units) == [(0, (4,)), (1, (4,)), (2, (4,)), (3, (4,)), (4, (11, 12))]
+    assert sorted((field, unit.ids) for unit in units for field in unit.fields) == [
+        (0, (4,)), (1, (4,)), (2, (4,)), (3, (4,)), (4, (11, 12))
+    ]  # fmt: skip
 
 
 def test_a_prefix_that_d_has_is_not_sent_and_what_p_had_cached_is():
     it = Sending(window=4, prefix=128)
     gathers = it.chunk(256, 300, (20, 21, 22), last=True)  # 256 tokens were in P's prefix cache
-    units = [unit for gather in gathers for unit in gather.units if unit.field == 4]
+    units = [unit for gather in gathers for unit in gather.units if unit.fields == (4,)]
     assert sorted(unit for it in units for unit in it.ids) == [21, 22]
 
 
@@ -429,10 +431,11 @@ def test_any_interval_gathers_every_unit_once_behind_its_own_barrier(data: Any, 
             for effect in session.apply(FieldsReady(step, lo, hi), 1):
                 assert isinstance(effect, m.Gather)
                 for units in effect.units:
-                    paged = place.fields[units.field].kind == "paged"
+                    (kind,) = {place.fields[field].kind for field in units.fields}
+                    paged = kind == "paged"
                     full = all((unit - 10 + 1) * BLOCK_TOKENS <= end for unit in units.ids)
-                    assert units.field in passed and (last or (paged and full))
-                    seen.update((units.field, unit) for unit in units.ids)
+                    assert passed.issuperset(units.fields) and (last or (paged and full))
+                    seen.update((field, unit) for field in units.fields for unit in units.ids)
         start = end
     first = prefix // BLOCK_TOKENS
     blocks, slot = range(10 + first, 10 + blocks_for(prompt)), [4]
@@ -555,8 +558,16 @@ def test_barriers_that_pass_while_there_is_no_link_are_sent_over_the_next():
     it = Sending(window=4)
     it.session.apply(m.LinkLost(LINKS[0], "reset"), 2)
     assert it.chunk(0, 300, (10, 11, 12), last=True) == []
-    units = [(unit.field, number) for gather in resend(it, m.Link(2)) for unit in gather.units for number in unit.ids]
-    assert sorted(units) == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 10), (4, 11), (4, 12)]
+    units = [unit for gather in resend(it, m.Link(2)) for unit in gather.units]
+    assert sorted((field, number) for unit in units for field in unit.fields for number in unit.ids) == [
+        (0, 4),
+        (1, 4),
+        (2, 4),
+        (3, 4),
+        (4, 10),
+        (4, 11),
+        (4, 12),
+    ]
 
 
 @pytest.mark.parametrize("how", ["gone", "restarted", "time"])

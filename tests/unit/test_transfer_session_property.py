@@ -285,20 +285,22 @@ class Transfers(RuleBasedStateMachine):
                     self.lose_link(link)
 
     def source(self, stage: int, room: int, units: m.Units) -> tuple[Any, ...]:
-        it = PLACES[stage].fields[units.field]
-        if it.kind != PAGED:
-            return ((room, it.field_id, 0, self.versions[room, stage]),)
-        first = self.jobs[room].manifest.first_block
-        return tuple((room, it.field_id, unit - 100 * (room % 100) - first, 0) for unit in units.ids)
+        first = self.jobs[room].manifest.first_block + 100 * (room % 100)
+        return tuple(
+            (room, it.field_id, unit - first, 0) if it.kind == PAGED else (room, it.field_id, 0, self.versions[room, stage])
+            for it in (PLACES[stage].fields[field] for field in units.fields)
+            for unit in units.ids
+        )
 
     def scatter(self, effect: m.Install) -> None:
         room = self.sessions[D]._frames[effect.frame].room
         assert D not in self.jobs[room].over, "D's memory is written after the room ended"
         for units, contents in zip(effect.units, self.staging[D, effect.frame], strict=True):
-            for unit, content in zip(units.ids, contents, strict=True):
-                self.written[self.lives, room, units.field, unit] += effect.frame not in self.outlived
-                assert self.written[self.lives, room, units.field, unit] <= 1, "a unit was written twice"
-                self.pool[room, units.field, unit] = content
+            places = [(index, unit) for index in units.fields for unit in units.ids]
+            for (index, unit), content in zip(places, contents, strict=True):
+                self.written[self.lives, room, index, unit] += effect.frame not in self.outlived
+                assert self.written[self.lives, room, index, unit] <= 1, "a unit was written twice"
+                self.pool[room, index, unit] = content
 
     def runnable(self) -> list[int]:
         return sorted(

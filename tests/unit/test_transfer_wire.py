@@ -1,6 +1,6 @@
 """What agents say: every field of every message survives the wire, and what does not belong there is refused."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, get_args
 
 import pytest
@@ -14,7 +14,7 @@ from services.contracts.placement import Arena, FieldPlace, Manifest, Placement
 from services.kvtransfer import messages as m
 from services.kvtransfer import wire
 from services.runtime.wire import placement, read_placement
-from services.runtime.worker_line import export, notice, read_notice
+from services.runtime.worker_line import CudaArena, export, notice, read_cuda_arenas, read_notice
 
 FIELD = FieldPlace("t.0.kda_conv", 4, "slot", "bfloat16", (6, 3), 1, 64, 128, 36, (2, 2, 2))
 PLACEMENT = Placement(
@@ -27,7 +27,10 @@ HANDOFF = Handoff(7, (7, 8), 128)
 MANIFEST = Manifest(
     RequestId("r"), Room((1 << 63) - 1), 2, 3, 4, 128, 300, b"hash", (BlockId(5), BlockId(6)), (7, 8), SlotId(9), 10, 1.5
 )
-FRAMES = (m.Frame(3, 4, (1 << 64) - 1, (m.Extent(5, 6, 7), m.Extent(8, 9, 10))), m.Frame(11, 12, 13, (m.Extent(1, 2, 3),)))
+FRAMES = (
+    m.Frame(3, 4, (1 << 64) - 1, (m.Extent((5, 4), 6, 7), m.Extent((8,), 9, 10))),
+    m.Frame(11, 12, 13, (m.Extent((1,), 2, 3),)),
+)
 NOTICES: list[Notice] = [
     ChunkStarted(3, (LocalRow(1, 2, 3, True, 4, (5, 6)), LocalRow(7, 8, 9, False, 10, ()))),
     FieldsReady(3, 1, 2),
@@ -53,6 +56,28 @@ def test_a_record_survives_the_wire_with_every_field():
     assert all(getattr(PLACEMENT, field.name) for field in fields(PLACEMENT)), "a field with a default would not be seen"
     assert read_placement(placement(PLACEMENT)) == PLACEMENT
     assert read_placement(export(PLACEMENT).export) == PLACEMENT
+
+
+def test_where_arenas_are_on_a_gpu_is_told_to_the_agent_alone():
+    arena = CudaArena(bytes(range(64)), bytes(range(16)))
+    message = export(PLACEMENT, [arena]).export
+    assert read_cuda_arenas(message) == [arena] and read_placement(message) == PLACEMENT
+    assert read_cuda_arenas(export(PLACEMENT).export) == [] == read_cuda_arenas(placement(PLACEMENT))
+
+
+@pytest.mark.parametrize(
+    ("arenas", "cause"),
+    [
+        ([CudaArena(bytes(range(63)), bytes(16))], r"bytes \[\(63, 16\)\]"),
+        ([CudaArena(bytes(range(64)), bytes(4))], r"bytes \[\(64, 4\)\]"),
+        ([CudaArena(bytes(range(64)), bytes(16)), CudaArena(b"", b"")], "1 of 2 arenas"),
+        ([CudaArena(bytes(range(64)), bytes(16)), CudaArena(bytes(range(64)), bytes(range(16)))], "on 2 devices"),
+    ],
+)
+def test_arenas_that_cannot_be_of_one_gpu_are_refused(arenas: list[CudaArena], cause: str):
+    record = replace(PLACEMENT, arenas=tuple(Arena(n, "mla", 14) for n in range(len(arenas))))
+    with pytest.raises(ConfigError, match=f"p rank 8: .*{cause}"):
+        read_cuda_arenas(export(record, arenas).export)
 
 
 def test_a_record_whose_fingerprint_is_not_its_content_s_is_refused():

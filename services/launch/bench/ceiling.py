@@ -32,9 +32,9 @@ class Ceiling:
                 _say(process, peer)
             yield cls(sender, receiver, frame_bytes)
 
-    async def transfer(self, size: int) -> Sample:
-        """At least `size` bytes, in whole frames."""
-        frames = -(-size // self._frame_bytes)
+    async def transfer(self, size: int, times: int = 1) -> Sample:
+        """At least `times` times `size` bytes, in whole frames."""
+        frames = -(-size * times // self._frame_bytes)
         cpu = self._cpu_seconds()
         for process in self._both:
             _say(process, str(frames))

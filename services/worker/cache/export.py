@@ -25,7 +25,7 @@ class AgentLink:
     async def open(cls, path: str, pools: Pools, deadline: float) -> "AgentLink":
         """Connect and export within `deadline` seconds. ConfigError if no agent listens, EngineLost if it does not accept."""
         link = await _connect(path, deadline)
-        message = worker_line.export(pools.placement).SerializeToString()
+        message = worker_line.export(pools.placement, pools.cuda).SerializeToString()
         try:
             async with asyncio.timeout(deadline):
                 socket.send_fds(link, [LENGTH.pack(len(message))], list(pools.fds))
