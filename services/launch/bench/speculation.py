@@ -1,7 +1,8 @@
 """`k3mesh bench speculation`: two meshes for one model, one with a drafter and one without, side by side.
 
 Both stay up and only one is driven at a time, in turn: what else the machine does meanwhile falls on both alike. Prompts are
-answered greedily, so that both must give the same tokens.
+answered greedily, so that both must give the same tokens. A mesh is a few percent faster or slower than its like for as long as
+it lives, by where its memory happens to lie; so small differences take several pairs of meshes (--pairs).
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import json
 import random
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,6 +64,7 @@ class SpeculationArguments(FlagSet):
     max_tokens: int = Field(default=64, ge=2, description="length of an answer, at most")
     concurrency: int = Field(default=4, ge=1, description="prompts at a time")
     repeats: int = Field(default=3, ge=1, description="how often each mesh answers all prompts; medians are told")
+    pairs: int = Field(default=1, ge=1, description="pairs of meshes, one after the other, each with all the repeats")
     topology: Literal["laptop", "laptop-tp2"] = Field(default="laptop", description="as of `k3mesh up`")
     prefill: str = Field(default="", description="more flags of both prefill engines, as of `k3mesh up`")
     decode: str = Field(default="", description="more flags of both decode engines, likewise")
@@ -85,6 +88,7 @@ class Result:
     prompts: int
     concurrency: int
     repeats: int
+    pairs: int
     max_tokens: int
     tokens: int  # of one pass
     acceptance_length: float  # tokens of a request and round with proposals, the one that needs no drafter included
@@ -108,12 +112,15 @@ def main(argv: list[str]) -> int:
     arguments = SpeculationArguments.parse(argv, "k3mesh bench speculation")
     prompts = _prompts(arguments)
     fixed = "" if arguments.adapts else "--no-speculative-adaptive"
-    with (
-        scratch("bench") as folder,
-        _mesh(arguments, folder / "on", _drafter(arguments), fixed) as on,
-        _mesh(arguments, folder / "off", "") as off,
-    ):
-        result = asyncio.run(_measure(arguments, prompts, on, off))
+    measured = _Measured()
+    for _ in range(arguments.pairs):
+        with (
+            scratch("bench") as folder,
+            _mesh(arguments, folder / "on", _drafter(arguments), fixed) as on,
+            _mesh(arguments, folder / "off", "") as off,
+        ):
+            asyncio.run(_measure(arguments, prompts, {"on": on, "off": off}, measured))
+    result = _result(arguments, measured)
     print(json.dumps(asdict(result)) if arguments.as_json else "\n".join(_table(result)))
     if not result.greedy_identical and not result.temperature:
         message = f"{result.differing_answers} of {result.prompts} answers differ between speculation on and off"
@@ -143,28 +150,34 @@ def _mesh(arguments: SpeculationArguments, folder: Path, drafter: str, decode: s
         yield StateDir(folder)
 
 
-async def _measure(arguments: SpeculationArguments, prompts: Sequence[Prompt], on: StateDir, off: StateDir) -> Result:
-    """Drive the meshes in turn: on off, off on, on off …, after a short pass of each that does not count."""
+class _Measured:
+    """Passes in the order in which they were driven, and what the decode schedulers counted meanwhile, by side."""
+
+    def __init__(self) -> None:
+        self.passes: dict[str, list[Pass]] = {"on": [], "off": []}
+        self.counted: dict[str, Counter[str]] = {"on": Counter(), "off": Counter()}
+
+
+async def _measure(
+    arguments: SpeculationArguments, prompts: Sequence[Prompt], sides: dict[str, StateDir], measured: _Measured
+) -> None:
+    """Drive a pair of meshes in turn: on off, off on, on off …, after a short pass of each that does not count."""
     options: dict[str, Any] = {
         "max_tokens": arguments.max_tokens, "temperature": arguments.temperature, "seed": SEED,
         "ignore_eos": arguments.adversarial,
     }  # fmt: skip
-    passes: dict[str, list[Pass]] = {"on": [], "off": []}
-    sides = {"on": on, "off": off}
     for side in sides.values():
         await drive(side.addresses()["url"], prompts[: arguments.concurrency], arguments.concurrency, **WARM_UP)
     before = {name: await _totals(side) for name, side in sides.items()}
     for repeat in range(arguments.repeats):
         for name in ("on", "off") if repeat % 2 == 0 else ("off", "on"):
             done = await drive(sides[name].addresses()["url"], prompts, arguments.concurrency, **options)
-            passes[name].append(done)
+            measured.passes[name].append(done)
             speed = f"{done.tokens} tokens in {done.seconds:.1f} s, {done.tokens_per_s:.1f} tokens/s"
             _tell(f"pass {repeat + 1} of {arguments.repeats}, speculation {name}: {speed}")
-    counted = {
-        name: {key: value - before[name].get(key, 0) for key, value in (await _totals(side)).items()}
-        for name, side in sides.items()
-    }
-    return _result(arguments, passes, counted["on"], counted["off"])
+    for name, side in sides.items():
+        measured.counted[name].update(await _totals(side))
+        measured.counted[name].subtract(before[name])
 
 
 async def _totals(side: StateDir) -> dict[str, int]:
@@ -174,7 +187,8 @@ async def _totals(side: StateDir) -> dict[str, int]:
         return (await client.inspect("decode-scheduler", addresses["decode-0"]["scheduler"])).totals
 
 
-def _result(arguments: SpeculationArguments, passes: dict[str, list[Pass]], on: dict[str, int], off: dict[str, int]) -> Result:
+def _result(arguments: SpeculationArguments, measured: _Measured) -> Result:
+    passes, on, off = measured.passes, measured.counted["on"], measured.counted["off"]
     ratios = [one.tokens_per_s / other.tokens_per_s for one, other in zip(passes["on"], passes["off"], strict=True)]
     truth, *others = [done.answers for done in (*passes["off"], *passes["on"])]
     differing = sum(any(answers[index] != answer for answers in others) for index, answer in enumerate(truth))
@@ -188,6 +202,7 @@ def _result(arguments: SpeculationArguments, passes: dict[str, list[Pass]], on: 
         prompts=len(truth),
         concurrency=arguments.concurrency,
         repeats=arguments.repeats,
+        pairs=arguments.pairs,
         max_tokens=arguments.max_tokens,
         tokens=passes["off"][0].tokens,
         acceptance_length=round(1 + on["tokens_accepted"] / max(1, on["windows"]), 4),
@@ -230,9 +245,10 @@ def _table(it: Result) -> list[str]:
     asked = f"{it.prompts} {'adversarial ' if it.adversarial else ''}prompts"
     widths = "  ".join(f"{width}: {count}" for width, count in it.rounds_by_width.items())
     positions = "  ".join(f"{k}: {share:.1%}" for k, share in enumerate(it.acceptance_per_position, 1))
+    passes = it.pairs * it.repeats
     same = "identical" if it.greedy_identical else f"{it.differing_answers} answers differ"
     return [
-        f"{it.model}, {it.algorithm}, width {it.width}: {asked}, {it.concurrency} at a time, {it.repeats} passes of each",
+        f"{it.model}, {it.algorithm}, width {it.width}: {asked}, {it.concurrency} at a time, {passes} passes of each",
         "",
         f"{'speculation':<20}{'on':>10}{'off':>10}{'on / off':>10}",
         f"{'tokens per second':<20}{it.tokens_per_s_on:>10.1f}{it.tokens_per_s_off:>10.1f}{it.ratio:>10.2f}",

@@ -20,7 +20,7 @@ HEADER = 16  # bytes of a frame's header: call number, rows
 class Received:
     """Rows at their experts; beyond counts[e] the buffer is poisoned, as DeepEP's is undefined there."""
 
-    x: torch.Tensor  # [E_l, R * C, H]
+    x: torch.Tensor  # [E_l, most rows of an expert, H]: no longer than needed, for on a CPU its length costs
     counts: torch.Tensor  # [E_l] int32
 
 
@@ -60,13 +60,13 @@ def dispatch(
     expert = local[source, row, k]
     counts = torch.bincount(expert, minlength=num_local)
     position = _positions(expert, source, counts, group.size, permutation)
-    x = torch.full((num_local, group.size * capacity, z.shape[1]), torch.nan, dtype=z.dtype)
+    x = torch.full((num_local, int(counts.max()), z.shape[1]), torch.nan, dtype=z.dtype)
     x[expert, position] = latent[source, row]
     return Received(x, counts.int()), Handle(source, row, expert, position)
 
 
 def combine(group: Group, y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: Handle) -> torch.Tensor:
-    """y [E_l, R * C, H] unweighted, rows in place; ids and weights [s, k] as at dispatch -> [s, H] = sum over k, ascending,
+    """y [E_l, rows, H] unweighted, rows in place; ids and weights [s, k] as at dispatch -> [s, H] = sum over k, ascending,
     of weight * y in float32, rounded once; 0 for a row without a route."""
     owners = torch.where(ids < 0, -1, ids // y.shape[0])
     routes = [(owners == rank).nonzero() for rank in range(group.size)]  # by owner, then row, then k: as the owner has them
