@@ -1,5 +1,6 @@
 """One tiny checkpoint for all tests that run a mesh, and the mesh of a module."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 from services.launch import make_checkpoint
 from tests.lib.mesh import Mesh, running_mesh
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would our children
 
 
 @pytest.fixture(scope="session")
