@@ -205,7 +205,7 @@ class Experts(Protocol):
         ...
 
     def grouped(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [num_local, capacity, latent], only the first counts[e] rows defined (the rest may be NaN); counts int32 ->
+        """x [num_local, rows, latent], only the first counts[e] rows defined (the rest may be NaN); counts int32 ->
         same shape, the first counts[e] rows unweighted expert outputs, the rest undefined."""
         ...
 

@@ -149,7 +149,7 @@ class DecodeReplica:
         hidden = self._stage.forward(batch, None, _no_barrier, capture.take if capture is not None else None)
         assert isinstance(hidden, Tensor), "decode has one stage"
         rows = torch.tensor(live, dtype=torch.long)
-        chosen = self._choose(hidden, rows, rules, plan.width)
+        chosen = self._choose(hidden, positions, rules, plan.width)
         counts = accepted(self._state.windows[rows, : plan.width], chosen)
         windows = chosen.gather(1, counts.unsqueeze(1) - 1)  # the new anchors
         taken = F.pad(counts, (0, plan.bucket - len(live)), value=1)
@@ -165,12 +165,12 @@ class DecodeReplica:
             self._windows[place] = windows.shape[1]
         return self._result(plan, chosen.tolist(), counts.tolist(), windows.tolist(), started)
 
-    def _choose(self, hidden: Tensor, rows: Tensor, rules: list[Sampling], width: int) -> Tensor:
+    def _choose(self, hidden: Tensor, positions: list[int], rules: list[Sampling], width: int) -> Tensor:
         """The target's token after each row of the live places, [live, w]. Collective over TP, which has one batch."""
         if not rules:
             return torch.zeros(0, width, dtype=torch.long)
         logits = self._stage.logits(hidden[: len(rules) * width]).unflatten(0, (-1, width))
-        return choose(logits, rules, self._state.positions[rows].tolist())
+        return choose(logits, rules, positions)
 
     def _puts_off(self, plan: RoundPlan) -> bool:
         """Whether nobody drafts after this round with this replica, which verifies nothing either."""

@@ -80,7 +80,7 @@ class LocalExperts(Protocol):
         ...
 
     def grouped(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Low latency. x [num_local, capacity, H], rows from counts[e] on undefined (NaN). -> same shape, rows unweighted."""
+        """Low latency. x [num_local, rows, H], those from counts[e] on undefined (NaN). -> same shape, rows unweighted."""
         ...
 
 

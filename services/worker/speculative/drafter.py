@@ -74,9 +74,8 @@ class DSparkDrafter:
         self, batch: ForwardBatch, hidden: Tensor, capture: Capture, following: Tensor, heads: Tensor, steps: Steps
     ) -> Tensor:
         assert isinstance(capture, ContextSum)
-        self._producer.write(
-            capture, batch.positions, batch.write_slots
-        )  # before the block, whose rows take the place of rejected ones
+        # Before the block, whose rows take the place of rejected ones.
+        self._producer.write(capture, batch.positions, batch.write_slots)
         if not steps.proposals or not bool((batch.write_slots[heads] >= BLOCK_ROWS).any()):
             return heads.new_zeros(len(heads), steps.proposals)  # nobody else waits for this replica's block
         tables = batch.block_tables[sequence_of(batch, heads)]
