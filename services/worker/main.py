@@ -4,15 +4,13 @@ Rank start: arguments, topology, groups (and the epoch), own shard, pools, expor
 parallel leader is then driven by its scheduler, a peer by its leader. Whatever ends one of these lines ends the epoch.
 """
 
-import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from k3mesh.errors import MeshError
-from k3mesh.v1 import worker_pb2_grpc
 from kernels.ops import Ops
 from kernels.registry import format_table
 from services.contracts.argument_rules import check_files, check_runnable
@@ -23,16 +21,13 @@ from services.contracts.model import ModelConfig
 from services.contracts.placement import place as place_fields
 from services.contracts.topology import RankPlace, Topology
 from services.runtime.process import Process, run
-from services.runtime.rpc_server import RpcServer
 from services.runtime.telemetry import log
 from services.worker import wire
 from services.worker.cache.export import AgentLink
 from services.worker.cache.pools import DTYPES, Pools, allocate
 from services.worker.cache.slots import SlotStates
-from services.worker.control import Control
 from services.worker.decode_round import DecodeReplica
-from services.worker.engine import Engine, Runner, epoch_over
-from services.worker.fanout import Leader, Peer, socket_path
+from services.worker.engine import Engine, Runner
 from services.worker.fingerprint import model_fingerprint
 from services.worker.hop import StageBoundary
 from services.worker.model.backends import choose_draft_ops, choose_ops, op_geometry
@@ -41,16 +36,16 @@ from services.worker.model.loader import load_stage_weights
 from services.worker.parallel.experts import GlooExperts
 from services.worker.parallel.groups import Groups, join
 from services.worker.prefill_step import PrefillStage
+from services.worker.serving import Rank, serve
 from services.worker.speculative.build import build_drafter
 from services.worker.speculative.drafter import Drafter
 from services.worker.speculative.weights import check_embedding
 
 DEVICE = "cpu"
-GRACE_S = 2.0  # for what is queued, and for the last report to leave
 
 
 @dataclass(frozen=True)
-class Rank:
+class Built:
     """What the device thread has built."""
 
     groups: Groups
@@ -79,62 +74,23 @@ class Plan:
         geometry, draft = arguments.geometry(model), arguments.load_draft_config(model)
         return cls(arguments, model, topology, geometry, topology.place_of(arguments.rank), draft)
 
-    @property
-    def leader(self) -> int:
-        return self.topology.tp_group(self.place.rank)[0]
-
 
 async def main(process: Process, arguments: WorkerArguments) -> None:
     plan = Plan.of(arguments)
-    async with asyncio.TaskGroup() as group:
-        serving = group.create_task(_serve(process, plan))
-        await process.stopping.wait()
-        serving.cancel()
+    await serve(process, arguments, plan.topology.tp_group(plan.place.rank), partial(_rank, plan))
 
 
-async def _serve(process: Process, plan: Plan) -> None:
-    a, place = plan.arguments, plan.place
-    async with AsyncExitStack() as stack:
-        leader = None
-        if place.rank == plan.leader:
-            leader = Leader(socket_path(a.run_dir, place.rank), plan.topology.tp_group(place.rank)[1:])
-            stack.push_async_callback(leader.close)
-            await leader.listen()  # before the groups meet, after which peers connect
-        engine = Engine(a.cpu_threads)
-        stack.push_async_callback(engine.close, GRACE_S)
-        rank = await engine.call(lambda: _build(plan))
-        stack.callback(rank.pools.close)
-        agent = await AgentLink.open(a.agent_socket, rank.pools, a.startup_timeout)
-        stack.callback(agent.close)
-        hello = _hello(plan, rank)
-        control = Control(engine, leader, hello, a.startup_timeout)
-        # A peer computes what its leader reports.
-        engine.start(_runner(plan, rank, agent), control.deliver if leader is not None else None)
-        server = RpcServer(
-            a.listen, [(worker_pb2_grpc.add_WorkerControlServicer_to_server, control, "k3mesh.v1.WorkerControl")]
-        )
-        await server.start()
-        stack.push_async_callback(server.stop, GRACE_S)
-        try:
-            async with asyncio.TaskGroup() as lines:
-                lines.create_task(agent.watch())
-                lines.create_task(engine.watch())
-                if leader is not None:
-                    lines.create_task(leader.watch())
-                    lines.create_task(control.watch())
-                else:
-                    lines.create_task(_follow(plan, engine, hello))
-                control.set_ready()
-                await server.set_serving(True)
-                process.ready()
-        except* MeshError as group:
-            error = epoch_over(_first(group))
-            log.error("the epoch ends", error=error.message)
-            control.end(error)
-            raise error from None
+async def _rank(plan: Plan, engine: Engine, stack: AsyncExitStack) -> Rank:
+    """Everything on the device, then the agent."""
+    a = plan.arguments
+    built = await engine.call(lambda: _build(plan))
+    stack.callback(built.pools.close)
+    agent = await AgentLink.open(a.agent_socket, built.pools, a.startup_timeout)
+    stack.callback(agent.close)
+    return Rank(_hello(plan, built), _runner(plan, built, agent), agent.watch)
 
 
-def _build(plan: Plan) -> Rank:
+def _build(plan: Plan) -> Built:
     """On the device thread: meet the other ranks, load this rank's shard, make its pools."""
     a, model, topology, place = plan.arguments, plan.model, plan.topology, plan.place
     groups = join(topology, a.rank, a.dist_init_addr, a.startup_timeout)
@@ -168,7 +124,7 @@ def _build(plan: Plan) -> Rank:
     )
     experts = GlooExperts(groups.ep, model.num_experts, a.low_latency_max_num_tokens_per_gpu)
     stage = DecoderStage(model, topology, place, weights, pools.caches, groups.tp, experts, ops)
-    return Rank(groups, stage, pools, _drafter(plan, groups, pools, stage, experts, ops))
+    return Built(groups, stage, pools, _drafter(plan, groups, pools, stage, experts, ops))
 
 
 def _drafter(plan: Plan, groups: Groups, pools: Pools, stage: DecoderStage, experts: GlooExperts, ops: Ops) -> Drafter | None:
@@ -199,7 +155,7 @@ def _drafter(plan: Plan, groups: Groups, pools: Pools, stage: DecoderStage, expe
     return drafter
 
 
-def _runner(plan: Plan, rank: Rank, agent: AgentLink) -> Runner:
+def _runner(plan: Plan, rank: Built, agent: AgentLink) -> Runner:
     a, place = plan.arguments, plan.place
     if a.disaggregation_mode == "prefill":
         context = plan.draft.hidden_size if isinstance(plan.draft, DraftConfig) else 0
@@ -225,7 +181,7 @@ def _runner(plan: Plan, rank: Rank, agent: AgentLink) -> Runner:
     )
 
 
-def _hello(plan: Plan, rank: Rank) -> wire.WorkerHello:
+def _hello(plan: Plan, rank: Built) -> wire.WorkerHello:
     record = rank.pools.placement
     return wire.WorkerHello(
         engine_id=record.engine_id,
@@ -240,24 +196,6 @@ def _hello(plan: Plan, rank: Rank) -> wire.WorkerHello:
         max_position=plan.model.max_position_embeddings,
         draft_fingerprint=record.draft_fingerprint,
     )
-
-
-async def _follow(plan: Plan, engine: Engine, hello: wire.WorkerHello) -> None:
-    """A peer's life: say that it is ready, then do what its leader hands on."""
-    peer = await Peer.connect(socket_path(plan.arguments.run_dir, plan.leader), wire.hello(hello))
-    try:
-        async for message in peer.commands():
-            engine.submit(wire.command(message))
-    finally:
-        peer.close()
-
-
-def _first(group: BaseExceptionGroup[MeshError]) -> MeshError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, MeshError)
-    return error
 
 
 if __name__ == "__main__":
