@@ -17,6 +17,7 @@ COMMANDS = {
     "inspect": Command("k3mesh.cli.inspect", "a request's state, log and timeline"),
     "serve": Command("services.launch.serve", "run one node of one engine"),
     "check": Command("services.launch.check", "check flags offline and print the plan"),
+    "plan": Command("services.launch.plan", "each rank's memory, part by part, and what fits"),
     "make-checkpoint": Command("services.launch.make_checkpoint", "write a random K3 checkpoint"),
     "bench": Command("services.launch.bench.main", "measure; `k3mesh bench --help` lists what"),
 }

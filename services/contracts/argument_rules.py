@@ -215,6 +215,11 @@ def check_model(a: EngineArguments, model: ModelConfig) -> None:
         )
 
 
+def wants_gpu(a: EngineArguments) -> bool:
+    """Whether a backend is asked for that runs on GPUs alone."""
+    return any(getattr(a, field) == backend for field, (backend, _) in GPU_BACKENDS.items())
+
+
 def check_runnable(a: EngineArguments, cuda: bool) -> None:
     """Whether this version can run it on this kind of machine. ConfigError before any process starts."""
     for field, (backend, instead) in GPU_BACKENDS.items():

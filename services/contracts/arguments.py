@@ -183,18 +183,27 @@ class EngineArguments(FlagSet):
             return Geometry(model, self.topology(model), self.cache_dtype)
         return Geometry(model, self.topology(model), self.cache_dtype, draft.cache_layers, draft.mla_row)
 
+    def cache_slots(self, geometry: Geometry) -> int:
+        """KDA slots of one rank, the null slot included. Derived: one for each request of a replica, for prefill's prefix cache
+        as many again while those take no more than a quarter of CACHE_BYTES."""
+        caching = self.enable_prefix_caching and self.disaggregation_mode == "prefill"
+        checkpoints = min(self.replica_seqs, CACHE_BYTES // 4 // max(1, geometry.slot_bytes)) if caching else 0
+        return self.num_slots or self.replica_seqs + checkpoints + 1
+
+    @property
+    def request_blocks(self) -> int:
+        """Blocks of one request of full length, with what a round may write behind it."""
+        return blocks_for(self.max_model_len + rows_ahead(self.verify_width))
+
     def cache_size(self, geometry: Geometry) -> tuple[int, int]:
         """(blocks, slots) of one rank, null block and slot included.
 
-        Derived: a slot for each request of a replica, for prefill's prefix cache as many again while those take no more than a
-        quarter of CACHE_BYTES, and blocks for as many full-length requests, bounded by CACHE_BYTES.
+        Derived: the slots above, and blocks for as many full-length requests as a replica has places, bounded by CACHE_BYTES.
         """
-        caching = self.enable_prefix_caching and self.disaggregation_mode == "prefill"
-        checkpoints = min(self.replica_seqs, CACHE_BYTES // 4 // max(1, geometry.slot_bytes)) if caching else 0
-        slots = self.num_slots or self.replica_seqs + checkpoints + 1
+        slots = self.cache_slots(geometry)
         if self.num_blocks:
             return self.num_blocks, slots
-        one = blocks_for(self.max_model_len + rows_ahead(self.verify_width))
+        one = self.request_blocks
         affordable = (CACHE_BYTES - slots * geometry.slot_bytes) // max(1, geometry.block_bytes)
         if affordable < one + 1:
             raise refusal(

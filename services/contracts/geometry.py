@@ -67,14 +67,15 @@ class Geometry:
     @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block over all paged fields of the stage that has most of them, one rank."""
-        return max(self._bytes(stage, PAGED) for stage in range(self.topology.stages))
+        return max(self.bytes_of_stage(stage, PAGED) for stage in range(self.topology.stages))
 
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of one slot over all slot fields of the stage that has most of them, one rank."""
-        return max(self._bytes(stage, SLOT) for stage in range(self.topology.stages))
+        return max(self.bytes_of_stage(stage, SLOT) for stage in range(self.topology.stages))
 
-    def _bytes(self, stage: int, kind: str) -> int:
+    def bytes_of_stage(self, stage: int, kind: str) -> int:
+        """Bytes of one block (PAGED) or slot (SLOT) over all its fields on this stage, one rank."""
         return sum(f.unit_bytes for f in self.fields_of_stage(stage) if f.kind == kind)
 
     def _mla(self, layer: int, field_id: str, arena: str, row: int) -> Field:

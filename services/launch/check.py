@@ -7,29 +7,28 @@ k3mesh check --disaggregation-mode decode --model DIR ...          one engine, w
 from k3mesh.errors import ConfigError
 from services.contracts import argument_rules as rules
 from services.contracts.arguments import EngineArguments
-from services.launch.mesh import MeshArguments, check_engine, has_cuda
+from services.contracts.capacity import EngineCapacity
+from services.contracts.mesh import MeshArguments
+from services.launch.fits import check_engines
+from services.launch.mesh import has_cuda
 
 
 def main(argv: list[str]) -> int:
     """Print the plan and return 0; ConfigError for what no machine could run."""
     if any(word.partition("=")[0] == "--disaggregation-mode" for word in argv):
-        engine = EngineArguments.parse(argv, "k3mesh check")
-        check_engine(engine)
-        engines = (engine,)
+        engines: tuple[EngineArguments, ...] = (EngineArguments.parse(argv, "k3mesh check"),)
     else:
         engines = MeshArguments.parse(argv, "k3mesh check").engines()
-    for engine in engines:
-        print("\n".join(plan(engine)))
+    for it in check_engines(engines):
+        print("\n".join(plan(it)))
     return 0
 
 
-def plan(engine: EngineArguments) -> list[str]:
+def plan(it: EngineCapacity) -> list[str]:
     """One engine as lines of text: shape, ranks, cache, limits, what this machine says to it."""
-    model = engine.load_model_config()
-    topology = engine.topology(model)
-    geometry = engine.geometry(model)
-    blocks, slots = engine.cache_size(geometry)
-    cache = blocks * geometry.block_bytes + slots * geometry.slot_bytes
+    engine, model, topology = it.arguments, it.model, it.topology
+    cache = max(rank.cache(it.blocks, it.slots) for rank in it.ranks)
+    memory = max(it.total(rank) for rank in it.ranks)
     lines = [
         f"{engine.engine_id}: {engine.disaggregation_mode}, {topology.world_size} ranks on {engine.nnodes} node(s): "
         f"PP{topology.stages} DP{topology.dp_size} TP{topology.tp_size} EP{topology.ep_size}, {engine.compute_dtype}"
@@ -43,9 +42,10 @@ def plan(engine: EngineArguments) -> list[str]:
     experts = model.num_experts // topology.ep_size
     lines.append(f"  experts: {experts} of {model.num_experts} on each rank")
     lines.append(
-        f"  cache of a rank, at most: {blocks} blocks of 128 tokens and {slots} KDA slots, {cache / 2**20:.1f} MiB "
+        f"  cache of a rank, at most: {it.blocks} blocks of 128 tokens and {it.slots} KDA slots, {cache / 2**20:.1f} MiB "
         f"({engine.cache_dtype}, recurrent state float32)"
     )
+    lines.append(f"  memory of a rank, at most: {memory / 2**20:.0f} MiB; `k3mesh plan` tells its parts")
     if topology.role == "prefill":
         lines.append(f"  limits: {engine.max_num_seqs} requests, {engine.chunked_prefill_size} tokens a batch")
     else:

@@ -6,20 +6,21 @@ import shutil
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from k3mesh.errors import ConfigError
 from services.contracts import argument_rules as rules
-from services.contracts.arguments import EngineArguments, GatewayArguments
-from services.contracts.flags import FlagSet
+from services.contracts.arguments import GatewayArguments
+from services.contracts.flags import refusal
+from services.contracts.mesh import MeshArguments
 from services.launch.child import Spec
 from services.launch.engine import GATEWAY, REDIS, engine_specs, lay_out, ports_needed, python_spec
+from services.launch.fits import check_engines
 from services.launch.ports import free_ports, require_free
 from services.launch.state import StateDir
 from services.launch.supervisor import Group
-from services.launch.topologies import TOPOLOGIES
 
 LOOPBACK = "127.0.0.1"
 STOP_MARGIN_S = 10.0
@@ -34,38 +35,6 @@ save ""
 daemonize no
 supervised systemd
 """
-
-
-class MeshArguments(FlagSet):
-    """What names a mesh: `k3mesh up` starts it, `k3mesh check` looks at it."""
-
-    topology: Literal["laptop", "laptop-tp2"] = Field(default="laptop", description="named argument sets of both engines")
-    model: str = Field(description="directory of the checkpoint (config.json and safetensors)")
-    prefill: str = Field(default="", description='more flags of the prefill engine: --prefill="--max-num-seqs 8"')
-    decode: str = Field(default="", description="more flags of the decode engine, likewise")
-
-    @model_validator(mode="after")
-    def _absolute(self) -> Self:
-        self.fill({"model": str(Path(self.model).resolve())})
-        return self
-
-    def engines(self) -> tuple[EngineArguments, EngineArguments]:
-        """Arguments of the prefill and of the decode engine, checked with each other and against the model."""
-        sets = TOPOLOGIES[self.topology]
-        prefill, decode = (
-            EngineArguments.parse([*sets.common, *own, "--model", self.model, *shlex.split(more)])
-            for own, more in ((sets.prefill, self.prefill), (sets.decode, self.decode))
-        )
-        rules.check_pair(prefill, decode)
-        for engine in (prefill, decode):
-            check_engine(engine)
-        return prefill, decode
-
-
-def check_engine(engine: EngineArguments) -> None:
-    """All rules that need the checkpoint: it is there, can be cut that way, and its cache fits."""
-    rules.check_files(engine)
-    engine.cache_size(engine.geometry(engine.load_model_config()))
 
 
 class UpArguments(MeshArguments):
@@ -89,6 +58,11 @@ class LocalMesh:
 
     def __init__(self, arguments: UpArguments):
         self.prefill, self.decode = arguments.engines()
+        for engine in (self.prefill, self.decode):
+            if engine.nnodes > 1:
+                rule = f"{engine.engine_id} spans {engine.nnodes} nodes, and this starts one machine"
+                raise refusal("topology", arguments.topology, rule, "run `k3mesh serve` on each node")
+        check_engines((self.prefill, self.decode))
         for engine in (self.prefill, self.decode):
             rules.check_runnable(engine, has_cuda())
         self.url = f"http://{_literal(arguments.host)}:{arguments.port}"

@@ -14,7 +14,8 @@ from services.contracts import argument_rules as rules
 from services.contracts.arguments import EngineArguments
 from services.contracts.flags import Address, Words, refusal
 from services.launch.engine import engine_specs, lay_out, ports_needed
-from services.launch.mesh import check_engine, has_cuda
+from services.launch.fits import check_engines
+from services.launch.mesh import has_cuda
 from services.launch.ports import require_free
 from services.launch.state import StateDir
 from services.launch.supervisor import Group, Supervisor
@@ -55,7 +56,7 @@ def main(argv: list[str]) -> int:
 
 async def serve(process: Process, arguments: ServeArguments) -> None:
     """Run this node's processes until told to stop. Everything that can be refused is refused before the first one starts."""
-    check_engine(arguments)
+    check_engines((arguments,))
     rules.check_runnable(arguments, has_cuda())
     for note in rules.notes(arguments):
         log.warning(note)

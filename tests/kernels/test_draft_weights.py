@@ -11,11 +11,12 @@ from torch import Tensor
 
 from k3mesh.errors import ConfigError
 from services.contracts.draft import DraftConfig
+from services.contracts.draft_sharding import DraftPart, dspark_targets
 from services.contracts.model import ModelConfig
+from services.contracts.sharding import Share
 from services.worker.model.backends import choose_ops
-from services.worker.model.sharding import Share
 from services.worker.speculative.build import build_drafter
-from services.worker.speculative.weights import DraftPart, check_embedding, dspark_targets, load_dspark, load_nextn
+from services.worker.speculative.weights import check_embedding, load_dspark, load_nextn
 from tests.lib.drafted import Checkpoints, DraftedEngine, read_draft
 from tests.lib.golden import ThreadGroup, ThreadTensorParallel, golden_model, topology_of
 

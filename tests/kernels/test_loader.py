@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from k3mesh.errors import ConfigError
+from services.contracts.sharding import PREFIX, stage_targets
 from services.contracts.topology import Topology
 from services.worker.model.loader import INDEX, SINGLE, load_stage_weights
-from services.worker.model.sharding import PREFIX, stage_targets
 from tests.lib.golden import GOLDEN, TINY, golden_model, needs_golden, topology_of
 
 pytestmark = needs_golden

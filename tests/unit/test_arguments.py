@@ -17,7 +17,7 @@ from services.contracts.arguments import (
     WorkerArguments,
 )
 from services.contracts.flags import FlagSet
-from tests.lib.k3 import k3_model
+from tests.lib.k3 import K3_DSPARK, k3_model
 
 GUIDE = Path(__file__).parents[2].parent / "shared" / "spec" / "requirement.txt"
 COMMON = """
@@ -273,7 +273,7 @@ def test_engines_that_could_not_hand_over_are_refused(other: str):
 @pytest.fixture
 def drafter(tmp_path: Path) -> str:
     """The guide's flag, with the published drafter's configuration in its directory."""
-    (tmp_path / "config.json").write_text((Path(__file__).parents[1] / "lib/k3_dspark.json").read_text())
+    (tmp_path / "config.json").write_text(K3_DSPARK.read_text())
     return f"--speculative-draft-model-path {tmp_path}"
 
 

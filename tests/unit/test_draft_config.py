@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from services.contracts.draft import DraftConfig, parse_draft_config, parse_next
 from services.contracts.model import ModelConfig, parse_model_config
 from services.contracts.topology import Topology
 from services.launch.make_checkpoint import K3, Plan, released_config
+from tests.lib.k3 import K3_DSPARK
 
-PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "lib/k3_dspark.json").read_text())
+PUBLISHED: dict[str, Any] = json.loads(K3_DSPARK.read_text())
 PARTITIONS = [(24, 23, 23, 23), (24, 24, 24, 21)]
 
 

@@ -10,7 +10,7 @@ from services.contracts.draft import parse_draft_config
 from services.launch import draft_tensors
 from services.launch.checkpoint_tensors import embedding
 from services.launch.make_checkpoint import main
-from tests.lib.k3 import k3_model
+from tests.lib.k3 import K3_DSPARK, k3_model
 from tests.unit.test_make_checkpoint import SMALL, tensors, tree
 
 DSPARK = ["--draft", "dspark", "--num-hidden-layers", "4", *SMALL[2:]]
@@ -35,7 +35,7 @@ def test_a_dspark_drafter_has_the_published_tensors_and_the_targets_embedding(tm
 
 
 def test_the_full_preset_is_the_published_configuration():
-    published = json.loads((Path(__file__).parents[1] / "lib/k3_dspark.json").read_text())
+    published = json.loads(K3_DSPARK.read_text())
     made = draft_tensors.dspark_config(k3_model(), "k3", draft_tensors.default_taps(93), "prefix", False, None)
     assert {key: made[key] for key in published} == published
 

@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 
 from k3mesh.errors import ConfigError
+from services.contracts.mesh import MeshArguments
+from services.contracts.topologies import TOPOLOGIES
 from services.launch import make_checkpoint
 from services.launch.engine import lay_out, ports_needed
-from services.launch.mesh import LocalMesh, MeshArguments, UpArguments
+from services.launch.fits import check_engines
+from services.launch.mesh import LocalMesh, UpArguments
 from services.launch.ports import FIRST, LAST, free_ports, require_free
 from services.launch.state import StateDir
-from services.launch.topologies import TOPOLOGIES
+from tests.lib.k3 import K3_FOLDER
 from tests.lib.mesh import short_folder
 
 
@@ -33,7 +36,7 @@ def test_named_topologies_have_their_documented_shape(name: str, prefill: object
 
 
 def test_every_named_topology_is_tested_above():
-    assert set(TOPOLOGIES) == {"laptop", "laptop-tp2"}
+    assert set(TOPOLOGIES) == {"laptop", "laptop-tp2", "k3"}
 
 
 def test_more_flags_reach_one_engine_and_win(checkpoint: Path):
@@ -48,19 +51,26 @@ def test_more_flags_reach_one_engine_and_win(checkpoint: Path):
         (["--decode=--tp 2 --expert-parallel-size 4"], "--attn-tp-size 1: must be the same on both engines, decode has 2"),
         (["--prefill=--max-num-sequences 3"], "--max-num-sequences: unknown flag; did you mean --max-num-seqs"),
         (["--prefill=--pp-layer-partition 4,3,3,4"], "--pp-layer-partition 4,3,3,4: sums to 14, the model has 13"),
-        (["--topology", "desktop"], "--topology desktop: no such choice; give one of laptop, laptop-tp2"),
+        (["--topology", "desktop"], "--topology desktop: no such choice; give one of laptop, laptop-tp2, k3"),
     ],
 )
 def test_a_mesh_that_could_not_work_is_refused(more: list[str], refusal: str, checkpoint: Path):
     with pytest.raises(ConfigError, match=refusal):
-        MeshArguments.parse(["--model", str(checkpoint), *more]).engines()
+        check_engines(MeshArguments.parse(["--model", str(checkpoint), *more]).engines())
 
 
 def test_a_checkpoint_that_is_not_there_or_not_whole_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=rf"--model {tmp_path}/no: no such directory; "):
-        MeshArguments.parse(["--model", f"{tmp_path}/no"]).engines()
+        check_engines(MeshArguments.parse(["--model", f"{tmp_path}/no"]).engines())
     with pytest.raises(ConfigError, match=rf"--model {tmp_path}: has no safetensors file; "):
-        MeshArguments.parse(["--model", str(tmp_path)]).engines()
+        check_engines(MeshArguments.parse(["--model", str(tmp_path)]).engines())
+
+
+def test_a_mesh_that_needs_more_than_this_machine_is_refused_before_anything_starts(checkpoint: Path):
+    with pytest.raises(ConfigError, match=r"--num-blocks 900000000: the ranks of this node need .* GiB, the host has .* GiB"):
+        LocalMesh(UpArguments.parse(["--model", str(checkpoint), "--decode=--num-blocks 900000000"]))
+    with pytest.raises(ConfigError, match=r"--topology k3: prefill-0 spans 4 nodes, .*`k3mesh serve` on each node"):
+        LocalMesh(UpArguments.parse(["--model", str(K3_FOLDER), "--topology", "k3"]))
 
 
 def test_nodes_of_an_engine_use_the_same_ports_and_the_first_has_the_scheduler():

@@ -24,10 +24,12 @@ from k3mesh.client import Client
 from k3mesh.errors import MeshError
 from services.contracts.flags import FlagSet, Integers, refusal
 from services.contracts.geometry import verify_widths
+from services.contracts.mesh import MeshArguments
 from services.launch import up
 from services.launch.bench.load import Pass, Prompt, drive
 from services.launch.child import ROOT
-from services.launch.mesh import MeshArguments, UpArguments
+from services.launch.fits import check_engines
+from services.launch.mesh import UpArguments
 from services.launch.ports import free_ports
 from services.launch.scratch import scratch
 from services.launch.state import StateDir
@@ -144,7 +146,7 @@ def _mesh(arguments: SpeculationArguments, folder: Path, drafter: str, decode: s
     engines = {"prefill": f"{arguments.prefill} {drafter}".strip(), "decode": f"{arguments.decode} {drafter} {decode}".strip()}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in {**named, **engines}.items()]
     up_arguments = UpArguments.parse([*words, "--port", str(free_ports(1)[0])])
-    up_arguments.engines()  # refuses what is wrong before any process starts
+    check_engines(up_arguments.engines())  # refuses what is wrong before any process starts
     _tell(f"starting a mesh {'with' if drafter else 'without'} speculation")
     with up.attached(up_arguments):
         yield StateDir(folder)
@@ -226,7 +228,8 @@ def _result(arguments: SpeculationArguments, measured: _Measured) -> Result:
 def _prompts(arguments: SpeculationArguments) -> list[Prompt]:
     """ConfigError if the file or the model's config.json cannot be read."""
     if arguments.adversarial:
-        prefill, _ = MeshArguments.parse(["--model", arguments.model]).engines()
+        prefill, decode = MeshArguments.parse(["--model", arguments.model]).engines()
+        check_engines((prefill, decode))
         ids = prefill.load_model_config().vocab_size - SPECIAL_IDS
         drawn = random.Random(1)
         lengths = (arguments.random_lengths * RANDOM_PROMPTS)[: arguments.num_prompts or RANDOM_PROMPTS]

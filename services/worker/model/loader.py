@@ -12,8 +12,8 @@ from torch import Tensor
 
 from k3mesh.errors import ConfigError
 from services.contracts.model import ModelConfig
+from services.contracts.sharding import FLOAT32, MODEL, PACKED, PREFIX, Source, Target, stage_targets
 from services.contracts.topology import RankPlace, Topology
-from services.worker.model.sharding import FLOAT32, MODEL, PACKED, PREFIX, Source, Target, stage_targets
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")  # what a tensor that is not packed may be stored in

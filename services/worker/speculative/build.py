@@ -7,16 +7,17 @@ import torch
 from k3mesh.errors import ConfigError
 from kernels.ops import Ops
 from services.contracts.draft import Draft, DraftConfig, taps_in
+from services.contracts.draft_sharding import DraftPart
 from services.contracts.model import ModelConfig
+from services.contracts.sharding import Share
 from services.contracts.topology import RankPlace, Topology
 from services.worker.model.batch import ExpertDispatcher, LayerCaches, TensorParallel
 from services.worker.model.decoder import DecoderStage
-from services.worker.model.sharding import Share
 from services.worker.speculative.context_producer import DSparkContextProducer
 from services.worker.speculative.drafter import Drafter, DSparkDrafter
 from services.worker.speculative.dspark import K3DSparkModel
 from services.worker.speculative.nextn import NextNDrafter, NextNModel
-from services.worker.speculative.weights import DraftPart, load_dspark, load_nextn
+from services.worker.speculative.weights import load_dspark, load_nextn
 
 
 def build_drafter(

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from kernels.ops import Ops
 from services.contracts.draft import DraftConfig, Tap
+from services.contracts.draft_sharding import EMBEDDING
 from services.worker.model.batch import TensorParallel, cache_slots
 from services.worker.model.vocabulary import Embedding
 from services.worker.speculative.capture import CaptureTarget
 from services.worker.speculative.dspark_layer import Block, DSparkLayer
 from services.worker.speculative.rotary import frequencies, rotate
-from services.worker.speculative.weights import EMBEDDING
 
 
 class K3DSparkModel:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.ops import Ops
+from services.contracts.draft_sharding import EMBEDDING
 from services.contracts.model import ModelConfig
 from services.worker.model.batch import ExpertDispatcher, ForwardBatch, Hop, TensorParallel, cache_slots
 from services.worker.model.mla import MlaAttention
@@ -20,7 +21,6 @@ from services.worker.model.moe import MoeFfn
 from services.worker.model.vocabulary import Embedding, gather_vocabulary
 from services.worker.speculative.capture import Capture, CaptureTarget
 from services.worker.speculative.drafter import Steps, sequence_of
-from services.worker.speculative.weights import EMBEDDING
 
 
 class NextNModel:

@@ -1,59 +1,24 @@
-"""Which tensors of a drafter's checkpoint a rank holds, and reading them (spec speculation §2, §11)."""
+"""Reads what a rank holds of a drafter's checkpoint (spec speculation §2, §11)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from k3mesh.errors import ConfigError
-from services.contracts.draft import Draft, DraftConfig, NextNConfig, taps_in
+from services.contracts.draft import Draft, DraftConfig, NextNConfig
+from services.contracts.draft_sharding import EMBEDDING, DraftPart, dspark_targets
 from services.contracts.model import ModelConfig
+from services.contracts.sharding import ALL, PREFIX, Share, nextn_targets
 from services.contracts.topology import RankPlace, Topology
 from services.worker.model.loader import open_checkpoint, read_targets
-from services.worker.model.sharding import ALL, PREFIX, Share, Source, Target, columns, fused, nextn_targets, norm, rows, source
 
 DSPARK_PREFIX = "model."  # optional in a DSpark checkpoint
-EMBEDDING = "embed_tokens.weight"
 TARGET_EMBEDDING = f"{PREFIX}model.{EMBEDDING}"
 CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")  # shipped, not used
 COMPARED_ROWS = 4096  # of two embeddings at once
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPart:
-    """What of the drafter the rank at a place holds: its stage's taps; on the last stage the network, and the embedding
-    where the target's lives on another stage."""
-
-    taps: tuple[int, ...]
-    network: bool
-    embedding: bool
-
-    @classmethod
-    def of(cls, draft: DraftConfig, topology: Topology, place: RankPlace) -> "DraftPart":
-        taps = taps_in(draft.taps(topology.num_layers), place.window)
-        last = place.stage == topology.last_stage
-        return cls(tuple(tap.index for tap in taps), last, last and place.stage > 0)
-
-
-def dspark_targets(draft: DraftConfig, part: DraftPart, tp: Share) -> list[Target]:
-    """Everything of a DSpark drafter that a rank loads. ConfigError (DRAFT_UNSUPPORTED) if a dimension does not divide."""
-    _check_divisible(draft, tp)
-    width = draft.hidden_size
-    targets: list[Target] = []
-    for tap in part.taps:
-        if draft.fc_norm:
-            targets.append(norm(f"fc_norm.{tap}.weight", width))
-        whole = (width, len(draft.target_layer_ids) * width)
-        segment = Source("context_proj.weight", whole, 1, tap * width, (tap + 1) * width)
-        targets.append(fused(f"context_proj.{tap}", [segment]))
-    if part.embedding:
-        targets.append(rows(EMBEDDING, (draft.vocab_size, width), tp))
-    if part.network:
-        targets += _network(draft, tp)
-    return targets
 
 
 def load_dspark(
@@ -115,33 +80,6 @@ def check_embedding(target: Path, drafter: Path, draft: Draft, topology: Topolog
                 )
 
 
-def _network(draft: DraftConfig, tp: Share) -> list[Target]:
-    d, heads, inner = draft.hidden_size, draft.num_attention_heads, draft.intermediate_size
-    layers = [f"layers.{n}" for n in range(draft.num_hidden_layers)]
-    context = [source(f"{layer}.self_attn.kv_a_proj_with_mqa.weight", (draft.mla_row, d), 0, ALL) for layer in layers]
-    targets = [fused("kv_a_proj.weight", context), norm("context_norm.weight", d), norm("final_norm.weight", d)]
-    for layer in layers:
-        name = f"{layer}.self_attn"
-        targets += [
-            norm(f"{layer}.input_layernorm.weight", d),
-            norm(f"{layer}.post_attention_layernorm.weight", d),
-            rows(f"{name}.q_a_proj.weight", (draft.q_lora_rank, d), ALL),
-            norm(f"{name}.q_a_layernorm.weight", draft.q_lora_rank),
-            norm(f"{name}.kv_a_layernorm.weight", draft.kv_lora_rank),
-            rows(f"{name}.q_b_proj.weight", (heads * draft.qk_head_dim, draft.q_lora_rank), tp),
-            rows(f"{name}.kv_b_proj.weight", (heads * (draft.qk_nope_head_dim + draft.v_head_dim), draft.kv_lora_rank), tp),
-            columns(f"{name}.o_proj.weight", (d, heads * draft.v_head_dim), tp),
-            fused(
-                f"{layer}.mlp.gate_up_proj.weight",
-                [source(f"{layer}.mlp.{which}_proj.weight", (inner, d), 0, tp) for which in ("gate", "up")],
-            ),
-            columns(f"{layer}.mlp.down_proj.weight", (d, inner), tp),
-        ]
-    targets.append(rows("markov_head.markov_w1.weight", (draft.vocab_size, draft.markov_rank), ALL))
-    targets.append(rows("markov_head.markov_w2.weight", (draft.vocab_size, draft.markov_rank), tp))
-    return targets
-
-
 def _nextn(draft: NextNConfig) -> str:
     return f"model.layers.{draft.layer}."
 
@@ -150,16 +88,6 @@ def _released(draft: DraftConfig) -> set[str]:
     """Every tensor that a complete checkpoint has, the embedding and the confidence head aside."""
     whole = DraftPart(tuple(range(len(draft.target_layer_ids))), network=True, embedding=False)
     return {part.tensor for target in dspark_targets(draft, whole, ALL) for part in target.sources}
-
-
-def _check_divisible(draft: DraftConfig, tp: Share) -> None:
-    for key in ("num_attention_heads", "intermediate_size", "vocab_size"):
-        if getattr(draft, key) % tp.size:
-            raise ConfigError(
-                f"--attn-tp-size {tp.size}: the drafter's {key} = {getattr(draft, key)} must be a multiple of it",
-                detail="DRAFT_UNSUPPORTED",
-                param="attn_tp_size",
-            )
 
 
 def _no_embedding(file: Path, tensor: str) -> ConfigError:

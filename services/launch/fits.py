@@ -1,0 +1,40 @@
+"""Whether a machine's memory holds what is to run on it; the launchers ask before they start anything."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.contracts import argument_rules as rules
+from services.contracts.arguments import EngineArguments
+from services.contracts.buffers import SERVICE_PROCESS
+from services.contracts.capacity import GPUS, UTILIZATION, EngineCapacity, capacity_of, check_host
+
+DEFAULT_GPU = "h200"
+SERVICES = 4  # of a mesh on one machine: Redis, both schedulers, gateway
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def check_engines(engines: Sequence[EngineArguments]) -> list[EngineCapacity]:
+    """All rules that need the checkpoint, for engines that share this machine: they are there, can be cut that way, and fit.
+    ConfigError names what does not."""
+    for engine in engines:
+        rules.check_files(engine)
+    found = [capacity_of(engine, gpu_memory() if rules.wants_gpu(engine) else None) for engine in engines]
+    on_host = [it for it in found if it.memory is None]
+    if on_host:
+        check_host(on_host, on_host[0].arguments.node_rank, host_memory(), SERVICES * SERVICE_PROCESS)
+    return found
+
+
+def gpu_memory(name: str = DEFAULT_GPU, utilization: float = UTILIZATION) -> int:
+    """Bytes that one rank may take of such a GPU."""
+    return int(GPUS[name] * utilization)
+
+
+def host_memory() -> int:
+    """Bytes that this machine, or the control group that this process runs in, has."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    limits = [int(lines["MemTotal"].split()[0]) * 1024]
+    for path in map(Path, CGROUP_LIMITS):
+        if path.exists() and (text := path.read_text().strip()).isdecimal():
+            limits.append(int(text))
+    return min(limits)
