@@ -6,9 +6,9 @@ from pathlib import Path
 from services.contracts import argument_rules as rules
 from services.contracts.arguments import EngineArguments
 from services.contracts.buffers import SERVICE_PROCESS
-from services.contracts.capacity import GPUS, UTILIZATION, EngineCapacity, capacity_of, check_host
+from services.contracts.capacity import EngineCapacity, capacity_of, check_host
+from services.contracts.machine import gpu_memory
 
-DEFAULT_GPU = "h200"
 SERVICES = 4  # of a mesh on one machine: Redis, both schedulers, gateway
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -23,11 +23,6 @@ def check_engines(engines: Sequence[EngineArguments]) -> list[EngineCapacity]:
     if on_host:
         check_host(on_host, on_host[0].arguments.node_rank, host_memory(), SERVICES * SERVICE_PROCESS)
     return found
-
-
-def gpu_memory(name: str = DEFAULT_GPU, utilization: float = UTILIZATION) -> int:
-    """Bytes that one rank may take of such a GPU."""
-    return int(GPUS[name] * utilization)
 
 
 def host_memory() -> int:

@@ -6,38 +6,19 @@ k3mesh plan --disaggregation-mode decode --model DIR …   one engine, with the 
 """
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from services.contracts import argument_rules as rules
 from services.contracts.arguments import EngineArguments
 from services.contracts.buffers import GIB, MIB
-from services.contracts.capacity import UTILIZATION, EngineCapacity, capacity_of
-from services.contracts.flags import FlagSet
+from services.contracts.capacity import EngineCapacity, capacity_of
+from services.contracts.machine import MachineArguments
 from services.contracts.mesh import MeshArguments
 from services.launch.child import ROOT
-from services.launch.fits import DEFAULT_GPU, gpu_memory, host_memory
+from services.launch.fits import host_memory
 
 K3_FOLDER = str(ROOT / "models" / "k3")
-
-
-class MachineArguments(FlagSet):
-    """What the ranks have."""
-
-    aliases: ClassVar[dict[str, str]] = {**EngineArguments.aliases, "json": "as_json"}
-
-    gpu: Literal["h100", "h200"] = Field(default=DEFAULT_GPU, description="for engines with GPU backends; others use the host")
-    memory_gib: float = Field(default=0, ge=0, description="memory of one GPU, GiB, instead of the named one's")
-    memory_utilization: float = Field(default=UTILIZATION, gt=0, le=1, description="share of it that a rank may take")
-    as_json: bool = Field(default=False, description="bytes as JSON")
-
-    def memory_of(self, engine: EngineArguments) -> int | None:
-        if not rules.wants_gpu(engine):
-            return None
-        if self.memory_gib:
-            return int(self.memory_gib * GIB * self.memory_utilization)
-        return gpu_memory(self.gpu, self.memory_utilization)
 
 
 class PlanArguments(MachineArguments, MeshArguments):
