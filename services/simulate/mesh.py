@@ -11,7 +11,7 @@ from services.contracts.geometry import Geometry
 from services.contracts.ids import BLOCK_TOKENS, BlockKey, Replica, RequestId, Room
 from services.contracts.messages import Failure, Sampling
 from services.simulate.costs import Costs
-from services.simulate.decode import DecodeEngine
+from services.simulate.decode import RIGHT, DecodeEngine
 from services.simulate.network import Network
 from services.simulate.prefill import PrefillEngine
 from services.simulate.record import Record
@@ -93,9 +93,9 @@ class Cell:
 
     def _keys(self, request_id: RequestId, asked: Asked) -> tuple[BlockKey, ...]:
         """Names of the prompt's full blocks; those of one prefix are the same for all who have it."""
-        if not asked.prefix or not self._caching:
+        if not self._caching:
             return ()
-        shared = asked.prefix_tokens // BLOCK_TOKENS
+        shared = asked.prefix_tokens // BLOCK_TOKENS if asked.prefix else 0
         names = (f"{asked.prefix if n < shared else request_id}/{n}" for n in range((asked.prompt_tokens - 1) // BLOCK_TOKENS))
         return tuple(BlockKey(name.encode()) for name in names)
 
@@ -139,10 +139,11 @@ class Cell:
         self.prefill.turns.post(event, self._timeline.now + self._costs.control.schedulers)
 
     def _reserve(self, effect: pre.Reserve) -> None:
+        tail = (RIGHT,) * (effect.prompt_tokens - len(effect.keys) * BLOCK_TOKENS) if self._caching else ()
         self._by_room[effect.room] = self.records[effect.request_id]
         asked = dec.ReserveAsked(
             PAIR, effect.request_id, effect.room, effect.attempt, effect.prompt_tokens, b"", effect.sampling, effect.timeout,
-            effect.keys,
+            effect.keys, tail,
         )  # fmt: skip
         self.decode.turns.post(asked, self._timeline.now + self._costs.control.schedulers)
 
@@ -199,13 +200,11 @@ class Mesh:
         self.cells = [Cell(shape, costs, self.timeline, processors, seed + 2 * n, self) for n in range(cells)]
         self.tokens_at: Counter[int] = Counter()  # by second
         self._waiting: list[Record] = []
-        self._left = 0
 
     def run(self, asked: Sequence[Asked], at_once: int | None = None) -> list[Record]:
-        """Until every request is over. `at_once`: so many are under way, whatever their times of arrival; the next is sent when
-        one is over."""
+        """Until every request is over and nothing is on its way. `at_once`: so many are under way, whatever their times of
+        arrival; the next is sent when one is over."""
         records = [Record(number, it) for number, it in enumerate(asked)]
-        self._left = len(records)
         if at_once is None:
             for record in records:
                 self.timeline.at(record.asked.arrival_s, self._submit, record)
@@ -220,8 +219,6 @@ class Mesh:
         self.cells[record.number % len(self.cells)].submit(record)
 
     def over(self) -> None:
-        self._left -= 1
+        """A client has its end."""
         if self._waiting:
             self._submit(self._waiting.pop())
-        if not self._left:
-            self.timeline.stop()

@@ -39,7 +39,7 @@ class Report:
     output_tokens_per_s_per_node: float  # of the decode nodes
     steps: int
     chunks: int
-    rounds: int
+    rounds: int  # those that only clear places included
     tokens_per_row: float  # of a request's part of a round: 1 and the proposals that were right
     rounds_by_width: dict[int, int]
     live_per_replica: float
@@ -69,6 +69,7 @@ def report(mesh: Mesh, records: Sequence[Record]) -> Report:
     decodes = [cell.decode for cell in cells]
     live, padded = sum(it.live_rows for it in decodes), sum(it.padded_rows for it in decodes)
     rounds = sum(it.rounds for it in decodes)
+    planned = sum(it.planner.totals["rounds"] for it in decodes)
     widths = sorted({width for it in decodes for width in it.widths})
     failures = [it.failure or "unfinished" for it in records if it.failure or not isfinite(it.finished)]
     return Report(
@@ -90,7 +91,7 @@ def report(mesh: Mesh, records: Sequence[Record]) -> Report:
         output_tokens_per_s_per_node=output_rate / nodes[1],
         steps=sum(cell.prefill.steps for cell in cells),
         chunks=sum(cell.prefill.chunks for cell in cells),
-        rounds=rounds,
+        rounds=planned,
         tokens_per_row=(sum(it.tokens - 1 for it in records if it.tokens) / live) if live else 0.0,
         rounds_by_width={width: sum(it.widths.get(width, 0) for it in decodes) for width in widths},
         live_per_replica=live / (rounds * shape.decode.data_parallel_size) if rounds else 0.0,

@@ -28,7 +28,6 @@ class Timeline:
         self.actions = 0
         self._heap: list[tuple[float, int, Action, tuple[Any, ...]]] = []
         self._due: list[PlannerTurns] = []  # whose turn it is at this moment
-        self._stopped = False
 
     def at(self, time: float, action: Action, *arguments: Any) -> None:
         self.actions += 1
@@ -40,13 +39,10 @@ class Timeline:
     def turn_due(self, planner: "PlannerTurns") -> None:
         self._due.append(planner)
 
-    def stop(self) -> None:
-        self._stopped = True
-
     def run(self) -> None:
-        """Until stop() or until nothing is left to happen; again, it goes on from there."""
-        heap, self._stopped = self._heap, False
-        while (heap or self._due) and not self._stopped:
+        """Until nothing is left to happen."""
+        heap = self._heap
+        while heap or self._due:
             if self._due and (not heap or heap[0][0] > self.now):
                 due, self._due = self._due, []
                 for planner in due:
