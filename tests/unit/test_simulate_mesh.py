@@ -40,7 +40,7 @@ def idle(mesh: Mesh) -> bool:
 
 
 def test_the_time_of_one_request_is_the_sum_of_its_way(tmp_path: Path):
-    """Chunks of 256, 256, 128 and 60 through 4 stages of 10 ms, hops of 1 ms; then 9 rounds of 5 ms, and every message at its price."""
+    """Chunks of 256, 256, 128 and 60 through 4 stages of 10 ms, hops of 1 ms; 9 rounds of 5 ms; every message at its price."""
     costs = dict(stage_step_s=0.010, hop_s=0.001, replica_round_s=0.005, client_s=0.1, schedulers_s=0.01, agents_s=0.02)
     asked = [Asked(1.0, 700, 10)]
     _, (record,), it = laptop(tmp_path, asked, **costs, step_s=0.0001, round_s=0.0004, transfer_s=0.0002)
