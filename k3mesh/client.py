@@ -15,7 +15,7 @@ import re
 import secrets
 import sys
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +24,7 @@ import grpc
 import grpc.aio
 
 from k3mesh.errors import BadRequest, Cancelled, DeadlineExceeded, EngineLost, MeshError, from_code
+from k3mesh.following import Followed, Following
 from k3mesh.v1 import common_pb2, request_pb2, request_pb2_grpc, transfer_pb2_grpc, worker_pb2_grpc
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -126,6 +127,7 @@ class Client:
     def __init__(self, address: str):
         self.address = address
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._followings: dict[str, Following] = {}  # by the decode scheduler's address
         self._prefill: Any = request_pb2_grpc.PrefillSchedulerStub(self._channel(address))
 
     async def __aenter__(self) -> Self:
@@ -138,6 +140,9 @@ class Client:
 
     async def close(self) -> None:
         """End all streams and connections."""
+        for following in self._followings.values():
+            await following.close()
+        self._followings.clear()
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
@@ -166,7 +171,7 @@ class Client:
             raise BadRequest(
                 f"request_id {request_id!r}: must be 1 to 64 of letters, digits, '_', '.', '-'", param="request_id"
             )
-        return Stream(request_id, self._prefill.Submit(message, timeout=timeout), self._attach, self.address)
+        return Stream(request_id, self._prefill.Submit(message, timeout=timeout), self._follow, self.address)
 
     async def cancel(self, request_id: str, reason: str = "cancelled by the client") -> bool:
         """End a request wherever it is. Idempotent; -> whether the prefill scheduler knew it."""
@@ -218,10 +223,12 @@ class Client:
             self._channels[address] = grpc.aio.insecure_channel(address, options=OPTIONS)
         return self._channels[address]
 
-    def _attach(self, address: str, request_id: str, room: int) -> Any:
-        stub: Any = request_pb2_grpc.DecodeSchedulerStub(self._channel(address))
-        # After the engine came back this channel may still pause between attempts; if it is gone, the other stream tells.
-        return stub.Attach(request_pb2.AttachRequest(request_id=request_id, room=room), wait_for_ready=True)
+    def _follow(self, address: str, request_id: str, room: int) -> Followed:
+        following = self._followings.get(address)
+        if following is None or following.over:
+            stub: Any = request_pb2_grpc.DecodeSchedulerStub(self._channel(address))
+            following = self._followings[address] = Following(stub)
+        return following.follow(request_id, room)
 
     async def _call(self, call: Any, address: str) -> Any:
         try:
@@ -233,15 +240,15 @@ class Client:
 class Stream:
     """One request's events. Leaving the loop early does not end the request: `cancel()` does, or `async with`."""
 
-    def __init__(self, request_id: str, prefill_call: Any, attach: Any, address: str):
+    def __init__(self, request_id: str, prefill_call: Any, follow: Callable[[str, str, int], Followed], address: str):
         self.request_id = request_id
         self.accepted = False  # the mesh keeps the request's journal: it has answered, and the stream did not break since
         self._prefill = prefill_call
-        self._decode: Any = None
-        self._attach = attach
+        self._decode: Followed | None = None
+        self._follow = follow
         self._address = address
         self._ended = False
-        self._events = self._follow()
+        self._events = self._run()
 
     async def __aenter__(self) -> Self:
         return self
@@ -262,15 +269,15 @@ class Stream:
             if self._decode is not None:
                 self._decode.cancel()
 
-    async def _follow(self) -> AsyncIterator[Event]:
+    async def _run(self) -> AsyncIterator[Event]:
         """The prefill stream until it finishes or hands over, then the decode stream."""
         try:
             async for message in self._read(self._prefill, self._address):
                 self.accepted = True
                 match message.WhichOneof("event"):
                     case "attached":
-                        self._decode = self._attach(message.attached.decode_address, self.request_id, message.attached.room)
                         self._address = message.attached.decode_address
+                        self._decode = self._follow(self._address, self.request_id, message.attached.room)
                     case "tokens":
                         yield Tokens(tuple(message.tokens.tokens))
                     case "finished":
@@ -284,25 +291,22 @@ class Stream:
                         continue
             else:
                 raise self._broken(self._unfinished())
-            async for message in self._read(self._decode, self._address):
-                match message.WhichOneof("event"):
-                    case "tokens":
-                        yield Tokens(tuple(message.tokens.tokens))
-                    case "finished":
-                        yield _finished(message.finished)
-                        return
-                    case "failure":
-                        raise from_code(message.failure.code, message.failure.message, message.failure.detail)
-                    case _:
-                        continue
+            async for it in self._read(self._decode, self._address):
+                if not isinstance(it, request_pb2.RequestEvent):
+                    yield Tokens(it)
+                elif it.HasField("finished"):
+                    yield _finished(it.finished)
+                    return
+                elif it.HasField("failure"):
+                    raise from_code(it.failure.code, it.failure.message, it.failure.detail)
             raise self._broken(self._unfinished())
         finally:
             await self.cancel()
             self._ended = True
 
-    async def _read(self, call: Any, address: str) -> AsyncIterator[request_pb2.RequestEvent]:
+    async def _read(self, call: Any, address: str) -> AsyncIterator[Any]:
         try:
-            async for message in call:
+            async for message in call or ():
                 yield message
         except grpc.aio.AioRpcError as error:
             raise self._broken(_translate(error, address)) from error

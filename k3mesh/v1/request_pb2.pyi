@@ -27,6 +27,34 @@ class AttachRequest(_message.Message):
     room: int
     def __init__(self, request_id: _Optional[str] = ..., room: _Optional[int] = ...) -> None: ...
 
+class FollowRequest(_message.Message):
+    __slots__ = ("attach", "leave")
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    attach: AttachRequest
+    leave: int
+    def __init__(self, attach: _Optional[_Union[AttachRequest, _Mapping]] = ..., leave: _Optional[int] = ...) -> None: ...
+
+class FollowEvents(_message.Message):
+    __slots__ = ("rooms", "counts", "tokens", "ends")
+    ROOMS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    rooms: _containers.RepeatedScalarFieldContainer[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    ends: _containers.RepeatedCompositeFieldContainer[FollowEnd]
+    def __init__(self, rooms: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., ends: _Optional[_Iterable[_Union[FollowEnd, _Mapping]]] = ...) -> None: ...
+
+class FollowEnd(_message.Message):
+    __slots__ = ("room", "last")
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    room: int
+    last: RequestEvent
+    def __init__(self, room: _Optional[int] = ..., last: _Optional[_Union[RequestEvent, _Mapping]] = ...) -> None: ...
+
 class CancelRequest(_message.Message):
     __slots__ = ("request_id", "reason")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -296,6 +296,11 @@ class DecodeSchedulerStub:
                 request_serializer=k3mesh_dot_v1_dot_request__pb2.AttachRequest.SerializeToString,
                 response_deserializer=k3mesh_dot_v1_dot_request__pb2.RequestEvent.FromString,
                 _registered_method=True)
+        self.Follow = channel.stream_stream(
+                '/k3mesh.v1.DecodeScheduler/Follow',
+                request_serializer=k3mesh_dot_v1_dot_request__pb2.FollowRequest.SerializeToString,
+                response_deserializer=k3mesh_dot_v1_dot_request__pb2.FollowEvents.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/k3mesh.v1.DecodeScheduler/Cancel',
                 request_serializer=k3mesh_dot_v1_dot_request__pb2.CancelRequest.SerializeToString,
@@ -322,7 +327,15 @@ class DecodeSchedulerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """one request
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Follow(self, request_iterator, context):
+        """many, for a client that has many: one message a round
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -359,6 +372,11 @@ def add_DecodeSchedulerServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=k3mesh_dot_v1_dot_request__pb2.AttachRequest.FromString,
                     response_serializer=k3mesh_dot_v1_dot_request__pb2.RequestEvent.SerializeToString,
+            ),
+            'Follow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=k3mesh_dot_v1_dot_request__pb2.FollowRequest.FromString,
+                    response_serializer=k3mesh_dot_v1_dot_request__pb2.FollowEvents.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -408,6 +426,33 @@ class DecodeScheduler:
             '/k3mesh.v1.DecodeScheduler/Attach',
             k3mesh_dot_v1_dot_request__pb2.AttachRequest.SerializeToString,
             k3mesh_dot_v1_dot_request__pb2.RequestEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/k3mesh.v1.DecodeScheduler/Follow',
+            k3mesh_dot_v1_dot_request__pb2.FollowRequest.SerializeToString,
+            k3mesh_dot_v1_dot_request__pb2.FollowEvents.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,11 +46,17 @@ class Shell:
         self._wake = asyncio.Event()
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._planning_ns, self._events_ns = 0, 0
 
     @property
     def tasks(self) -> int:
         """Effects still under way."""
         return len(self._tasks)
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """Microseconds in which the planner planned, and in which it took events and their effects were performed at once."""
+        return {"planning_us": self._planning_ns // 1000, "events_us": self._events_ns // 1000}
 
     def on(self, effect_type: type, method: Callable[[Any], Any]) -> None:
         """Perform effects of this type by `method`: plain, it runs at once; async, it becomes a task whose non-None
@@ -81,19 +87,26 @@ class Shell:
 
     def _step(self) -> float | None:
         """Do what is due -> the next deadline."""
-        now = self.clock.now()
+        now, began = self.clock.now(), time.perf_counter_ns()
         while self._events:
             self._apply(self._events.popleft(), now)
         deadline = self.planner.next_deadline()
         moved = deadline is not None and deadline <= now
         if moved:
             self._apply(DeadlinePassed(), now)
-        while (plan := self.planner.plan(now)) is not None:
+        self._events_ns += time.perf_counter_ns() - began
+        while (plan := self._plan(now)) is not None:
             assert self.launch is not None, "set shell.launch before run()"
             self.story.append((now, plan))
             self.launch(plan)
             moved = True
         return self.planner.next_deadline() if moved else deadline
+
+    def _plan(self, now: float) -> Any | None:
+        began = time.perf_counter_ns()
+        plan = self.planner.plan(now)
+        self._planning_ns += time.perf_counter_ns() - began
+        return plan
 
     def _apply(self, event: Any, now: float) -> None:
         self.story.append((now, event))

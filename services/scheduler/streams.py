@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
 import grpc.aio
@@ -13,6 +13,7 @@ from services.runtime.channels import translate
 WRITE_S = 30.0  # a peer that takes no message for this long is gone
 EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 Message = TypeVar("Message")
+Taken = TypeVar("Taken")
 
 
 class Outbox(Generic[Message]):
@@ -35,13 +36,27 @@ class Outbox(Generic[Message]):
 
     async def sending(self) -> AsyncIterator[Message]:
         """Messages until closed. Whoever holds up one of them for WRITE_S seconds has its stream's task cancelled."""
+        async for message in self._sending(self._messages.popleft):
+            yield message
+
+    async def bursts(self) -> AsyncIterator[list[Message]]:
+        """Likewise, but all that wait at once."""
+        async for messages in self._sending(self._take_all):
+            yield messages
+
+    def _take_all(self) -> list[Message]:
+        messages = list(self._messages)
+        self._messages.clear()
+        return messages
+
+    async def _sending(self, take: Callable[[], Taken]) -> AsyncIterator[Taken]:
         task = asyncio.current_task()
         assert task is not None
         while True:
             if self._messages:
                 alarm = asyncio.get_running_loop().call_later(WRITE_S, task.cancel)
                 try:
-                    yield self._messages.popleft()
+                    yield take()
                 finally:
                     alarm.cancel()
             elif self._closed:

@@ -11,6 +11,7 @@ from k3mesh.errors import BadRequest, Cancelled, CapacityAborted, EngineLost, Ov
 from k3mesh.sync import SyncClient
 from k3mesh.v1 import common_pb2, request_pb2, request_pb2_grpc
 from services.runtime.rpc_server import RpcServer
+from tests.lib.follow import follow
 
 Event = request_pb2.RequestEvent
 
@@ -49,7 +50,11 @@ class Decode(request_pb2_grpc.DecodeSchedulerServicer):
     def __init__(self) -> None:
         self.script: list[Any] = []
 
-    async def Attach(self, request: Any, context: Any) -> Any:
+    async def Follow(self, request_iterator: Any, context: Any) -> Any:
+        async for events in follow(self._play, request_iterator):
+            yield events
+
+    async def _play(self, request: Any, context: Any) -> Any:
         for step in self.script:
             yield step
 

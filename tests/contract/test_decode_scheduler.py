@@ -1,5 +1,9 @@
 """One request's road through the decode scheduler's process, and its ends: real gRPC, real Redis, scripted peers."""
 
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
 import pytest
 
 from k3mesh.errors import TransferFailed
@@ -102,6 +106,71 @@ async def test_a_client_that_attaches_late_gets_every_token_once(scheduler, pref
     await scheduler.at_rest()
     again = [event async for event in scheduler.attach("r1", room)]
     assert [event.failure.code for event in again] == ["bad_request"]
+
+
+# ---- many requests on one stream
+async def answers_on(call: Any, rooms: Sequence[int]) -> dict[int, tuple[list[int], request_pb2.RequestEvent]]:
+    """What a Follow stream says of these requests, to the end of each: tokens and the last event."""
+    tokens: dict[int, list[int]] = {}
+    answers: dict[int, tuple[list[int], request_pb2.RequestEvent]] = {}
+    while set(rooms) - set(answers):
+        events = await call.read()
+        flat = iter(events.tokens)
+        for room, count in zip(events.rooms, events.counts, strict=True):
+            tokens.setdefault(room, []).extend(islice(flat, count))
+        answers |= {end.room: (tokens.get(end.room, []), end.last) for end in events.ends}
+    return answers
+
+
+async def test_a_stream_that_follows_many_gets_each_ones_tokens_and_end(scheduler, prefill):
+    rooms = [await prefill.reserved(f"r{n}", max_tokens=3 + n) for n in range(3)]
+    call = scheduler.follow(*((f"r{n}", room) for n, room in enumerate(rooms)), ("stranger", 77))
+    answers = await answers_on(await call, [*rooms, 77])
+    for n, room in enumerate(rooms):
+        tokens, last = answers[room]
+        assert tokens == [FIRST + k for k in range(3 + n)] and last.finished.completion_tokens == 3 + n
+    assert answers[77][0] == [] and answers[77][1].failure.code == "not_found"
+    await scheduler.at_rest()
+
+
+async def test_a_round_is_one_message_for_all_that_a_stream_follows(scheduler, prefill, peers):
+    peers.script.hold_rounds = True
+    rooms = [await prefill.reserved(f"r{n}", max_tokens=9) for n in range(4)]
+    call = await scheduler.follow(*((f"r{n}", room) for n, room in enumerate(rooms)))
+    heard: set[int] = set()
+    while heard != set(rooms):
+        heard |= set((await call.read()).rooms)
+    peers.release_rounds()
+    most = 0
+    while not (events := await call.read()).ends:
+        most = max(most, len(events.rooms))
+    assert most == 4
+
+
+async def test_who_leaves_one_request_of_a_stream_cancels_it_and_no_other(scheduler, prefill, peers, journal):
+    peers.script.hold_rounds = True
+    leaves, stays = [await prefill.reserved(name, max_tokens=5) for name in ("leaves", "stays")]
+    call = await scheduler.follow(("leaves", leaves), ("stays", stays))
+    await scheduler.until_counters(resident=2)
+    await call.write(request_pb2.FollowRequest(leave=leaves))
+    peers.release_rounds()
+    answers = await answers_on(call, [stays])
+    assert answers[stays][0] == [FIRST + k for k in range(5)]
+    await journalled(journal, "leaves", "CANCELLED")
+    await scheduler.at_rest()
+
+
+async def test_the_end_of_a_stream_cancels_all_that_it_follows(scheduler, prefill, peers, journal):
+    peers.script.hold_rounds = True
+    rooms = [await prefill.reserved(f"r{n}", max_tokens=5) for n in range(3)]
+    call = await scheduler.follow(*((f"r{n}", room) for n, room in enumerate(rooms)))
+    await scheduler.until_counters(resident=3)
+    call.cancel()
+    await scheduler.until_counters(resident=0)
+    peers.release_rounds()
+    for n in range(3):
+        await journalled(journal, f"r{n}", "CANCELLED")
+    await scheduler.at_rest()
 
 
 async def test_an_end_token_ends_the_answer_and_is_part_of_it(scheduler, prefill, peers):

@@ -104,6 +104,7 @@ async def test_a_client_that_leaves_is_cancelled_on_the_mesh_and_counted_as_such
 async def test_a_client_that_does_not_read_is_cancelled_when_its_buffer_is_full(model, redis_server):
     mesh = ScriptedMesh(max_model_len=100_000)
     mesh.script.answer = lambda prompt: prompt * 10_000
+    mesh.script.hold_after = 70_000  # it does not end by itself
     async with running_gateway(model, redis_server.url, mesh, max_buffered_bytes=1 << 16) as gateway:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -38,6 +38,14 @@ class RunningDecode(RunningScheduler):
     def attach(self, request_id: str, room: int) -> Any:
         return self.stub.Attach(request_pb2.AttachRequest(request_id=request_id, room=room))
 
+    async def follow(self, *requests: tuple[str, int]) -> Any:
+        """One stream for all of them, by request id and room."""
+        call = self.stub.Follow()
+        for request_id, room in requests:
+            attach = request_pb2.AttachRequest(request_id=request_id, room=room)
+            await call.write(request_pb2.FollowRequest(attach=attach))
+        return call
+
 
 async def journalled(journal: RedisServer, request_id: str, last: str) -> list[dict[str, str]]:
     await until(lambda: [entry["state"] for entry in log_of(journal, request_id)][-1:] == [last])

@@ -11,6 +11,7 @@ from typing import Any
 from k3mesh.errors import MeshError
 from k3mesh.v1 import common_pb2, request_pb2, request_pb2_grpc, transfer_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.runtime.channels import failure
+from tests.lib.follow import follow
 from tests.lib.peers import Lines, Servers
 
 END = 7  # the model's end token
@@ -110,7 +111,11 @@ class Decode(request_pb2_grpc.DecodeSchedulerServicer):
         async for message in self.lines.serve(request_iterator, self._react):
             yield message
 
-    async def Attach(self, request: Any, context: Any) -> Any:
+    async def Follow(self, request_iterator: Any, context: Any) -> Any:
+        async for events in follow(self._play, request_iterator):
+            yield events
+
+    async def _play(self, request: Any, context: Any) -> Any:
         answer = self.peers.script.answer
         for token in answer:
             yield request_pb2.RequestEvent(tokens=request_pb2.TokenBatch(tokens=[token]))

@@ -7,12 +7,14 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from k3mesh.errors import EngineLost, MeshError
 from k3mesh.v1 import common_pb2, request_pb2, request_pb2_grpc
 from services.runtime.channels import failure
 from services.runtime.rpc_server import RpcServer
+from tests.lib.follow import follow
 
 Event = request_pb2.RequestEvent
 
@@ -40,6 +42,7 @@ class ScriptedMesh:
         self.not_ready = ""
         self.requests: dict[str, request_pb2.SubmitRequest] = {}
         self.attached: dict[str, asyncio.Event] = {}
+        self.rooms = count(1)
         self.live: set[str] = set()
         self.ended: dict[str, str] = {}  # request id -> "finished" | "failed" | "cancelled"
         self._changed = asyncio.Event()
@@ -110,9 +113,9 @@ class ScriptedMesh:
 
     def _cut(self, tokens: list[int], sampling: common_pb2.Sampling) -> tuple[list[int], Any]:
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self.end_token_ids))
-        for count, token in enumerate(tokens[: sampling.max_tokens], start=1):
+        for length, token in enumerate(tokens[: sampling.max_tokens], start=1):
             if token in ends:
-                return tokens[:count], common_pb2.FINISH_REASON_STOP
+                return tokens[:length], common_pb2.FINISH_REASON_STOP
         return tokens[: sampling.max_tokens], common_pb2.FINISH_REASON_LENGTH
 
 
@@ -129,12 +132,13 @@ class _Prefill(request_pb2_grpc.PrefillSchedulerServicer):
         request_id = request.request_id
         mesh.requests[request_id] = request
         mesh.attached[request_id] = asyncio.Event()
+        room = next(mesh.rooms)
         mesh.note(request_id)
         context.add_done_callback(lambda _: None if mesh.attached[request_id].is_set() else mesh.note(request_id, "cancelled"))
         yield Event(queued=request_pb2.Queued(position=0))
         if mesh.script.hold_queue:
             await mesh.script.release.wait()
-        yield Event(attached=request_pb2.Attached(decode_address=mesh.decode_address, room=1))
+        yield Event(attached=request_pb2.Attached(decode_address=mesh.decode_address, room=room))
         await mesh.attached[request_id].wait()
         yield Event(handed_over=request_pb2.HandedOver())
 
@@ -165,7 +169,11 @@ class _Decode(request_pb2_grpc.DecodeSchedulerServicer):
     def __init__(self, mesh: ScriptedMesh):
         self._mesh = mesh
 
-    async def Attach(self, request: Any, context: Any) -> AsyncIterator[Event]:
+    async def Follow(self, request_iterator: Any, context: Any) -> Any:
+        async for events in follow(self._play, request_iterator):
+            yield events
+
+    async def _play(self, request: Any, context: Any) -> AsyncIterator[Event]:
         mesh, request_id = self._mesh, request.request_id
         context.add_done_callback(lambda _: None if request_id in mesh.ended else mesh.note(request_id, "cancelled"))
         mesh.attached[request_id].set()

@@ -3,6 +3,7 @@
 from k3mesh.cli.commands import Command, call
 
 BENCHES = {
+    "control": Command("services.launch.bench.control", "scheduling and its streams, with workers that compute nothing"),
     "simulator": Command("services.launch.bench.simulator", "the simulator against a mesh of this machine: counts and times"),
     "speculation": Command("services.launch.bench.speculation", "acceptance and tokens per second with a drafter, and without"),
     "transfer": Command("services.launch.bench.transfer", "the cache's way from prefill to decode, against raw UCXX"),

@@ -57,6 +57,7 @@ class DecodeScheduler:
             for task in tasks:
                 task.cancel()
         self.prefills.close()
+        self.clients.close()
         if not self._stopping:
             raise EngineLost(failure.message, detail=failure.detail or failure.code)
 

@@ -20,8 +20,14 @@ class DecodeService(request_pb2_grpc.DecodeSchedulerServicer):
         self.scheduler: DecodeScheduler | None = None
 
     async def Attach(self, request: request_pb2.AttachRequest, context: Any) -> AsyncIterator[request_pb2.RequestEvent]:
-        async for event in self._up().clients.follow(request, context):
+        async for event in self._up().clients.attach(request, context):
             yield event
+
+    async def Follow(
+        self, request_iterator: AsyncIterator[request_pb2.FollowRequest], context: Any
+    ) -> AsyncIterator[request_pb2.FollowEvents]:
+        async for events in self._up().clients.follow(request_iterator, context):
+            yield events
 
     async def Cancel(self, request: request_pb2.CancelRequest, context: Any) -> request_pb2.CancelReply:
         scheduler, request_id = self._up(), RequestId(request.request_id)
@@ -54,7 +60,7 @@ class DecodeService(request_pb2_grpc.DecodeSchedulerServicer):
                 "client_streams": len(scheduler.clients),
                 "tasks": scheduler.shell.tasks,
             },
-            totals=planner.totals,
+            totals={**planner.totals, **scheduler.shell.totals},
             ready=not reason,
             not_ready_reason=reason,
             draining=planner.draining,

@@ -137,6 +137,25 @@ def end_event(end: ev.End) -> request_pb2.RequestEvent | None:
             return request_pb2.RequestEvent(finished=finished)
 
 
+Followed = tuple[Room, tuple[Token, ...] | ev.End]  # of one request on a stream that many share
+
+
+def follow_events(burst: Iterable[Followed]) -> request_pb2.FollowEvents:
+    """Everything that waits, tokens before ends. Columns, because a message of its own for each request is slow to build."""
+    rooms: list[int] = []
+    counts: list[int] = []
+    tokens: list[int] = []
+    ends: list[request_pb2.FollowEnd] = []
+    for room, it in burst:
+        if isinstance(it, tuple):
+            rooms.append(room)
+            counts.append(len(it))
+            tokens += it
+        else:
+            ends.append(request_pb2.FollowEnd(room=room, last=end_event(it)))
+    return request_pb2.FollowEvents(rooms=rooms, counts=counts, tokens=tokens, ends=ends)
+
+
 # ---- workers
 @dataclass(frozen=True, slots=True)
 class RoundResult:
