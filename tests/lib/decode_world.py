@@ -3,6 +3,7 @@
 Each verb is one thing that may happen; the model applies it, performs the effects, and asserts what must hold of them.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -80,7 +81,7 @@ class DecodeWorld:
         self.rooms: dict[Room, ModelRoom] = {}
         self.clients: dict[ev.Client, Room] = {}
         self.places: list[dict[Place, ModelPlace]] = [{} for _ in range(shape.replicas)]  # as the workers know them
-        self.out: ev.RoundPlan | None = None
+        self.out: deque[ev.RoundPlan] = deque()  # the first of them runs
         self.rounds = 0
         self.windows: dict[Room, int] = {}  # tokens in each resident's window
         self.pair = ev.Pair(0)
@@ -192,17 +193,24 @@ class DecodeWorld:
         self.apply(ev.ClientGone(model.client))
 
     def launch(self) -> ev.RoundPlan | None:
-        """Ask for a plan and let the workers take it."""
+        """Ask for a plan. The workers take it when they are done with what they have."""
         plan = self.planner.plan(self.now)
         self.planner.check()
         if plan is not None:
-            self._take(plan)
+            self._check_head(plan)
+            self.out.append(plan)
+            if len(self.out) == 1:
+                self._take(plan)
         return plan
 
+    def launch_ahead(self) -> None:
+        """Ask until there is nothing to plan, as the shell does."""
+        while self.launch() is not None:
+            pass
+
     def round_done(self, choose: Token | None = None) -> None:
-        """The workers answer the round that is out, with random tokens unless told."""
-        plan, self.out = self.out, None
-        assert plan is not None
+        """The workers answer the round that runs, with random tokens unless told, and go on with the next if they have it."""
+        plan = self.out.popleft()
         replicas: list[tuple[ev.PlaceTokens, ...]] = []
         for replica, part in enumerate(plan.replicas):
             entries: list[ev.PlaceTokens] = []
@@ -217,6 +225,8 @@ class DecodeWorld:
                 self.rooms[known.room].truth += tokens
                 self._written(replica, known)
             replicas.append(tuple(entries))
+        if self.out:
+            self._take(self.out[0])
         self.apply(ev.RoundDone(plan.round_id, tuple(replicas)))
 
     def advance(self, seconds: float) -> None:
@@ -234,7 +244,7 @@ class DecodeWorld:
 
     def settle(self) -> None:
         """Everybody goes: afterwards nothing may be held."""
-        if self.out is not None:
+        while self.out:
             self.round_done()
         for room in list(self.rooms):
             self.cancel_request(room)
@@ -312,22 +322,26 @@ class DecodeWorld:
             if other.undrained:
                 assert not set(other.manifest.blocks) & set(manifest.blocks), f"{room}'s agents may still write there"
                 assert other.manifest.slot != manifest.slot, f"{room}'s agents may still write there"
-        if self.out is not None:
-            for place in self.out.replicas[manifest.replica].live:
-                known = self.places[manifest.replica][place]
-                assert not set(known.blocks) & set(manifest.blocks), "the round that is out may still write there"
-                assert known.slot != manifest.slot, "the round that is out may still write there"
+        held = self.places[manifest.replica]
+        for plan in self.out:
+            part = plan.replicas[manifest.replica]
+            known = [held[place] for place in part.live if place in held]
+            blocks = [*known, *part.installs, *part.deltas]
+            assert not {block for it in blocks for block in it.blocks} & set(manifest.blocks), "a round may still write there"
+            assert manifest.slot not in {it.slot for it in (*known, *part.installs)}, "a round may still write there"
         model.manifest, model.unready = manifest, set(ranks)
 
-    def _take(self, plan: ev.RoundPlan) -> None:
-        """The workers' side of a plan."""
-        assert self.out is None and plan.round_id == self.rounds + 1
-        self.rounds, self.out = plan.round_id, plan
+    def _check_head(self, plan: ev.RoundPlan) -> None:
+        assert plan.round_id == self.rounds + 1 and len(self.out) < 2
+        self.rounds = plan.round_id
         assert len(plan.replicas) == self.shape.replicas
         most = max(len(part.live) for part in plan.replicas)
         fitting = [bucket for bucket in self.shape.buckets if bucket >= most]
         assert plan.bucket == (0 if most == 0 else min(fitting) if fitting else most)
         assert most or any(part.clears for part in plan.replicas), "a round for nobody"
+
+    def _take(self, plan: ev.RoundPlan) -> None:
+        """The workers begin with a plan."""
         for replica, (places, part) in enumerate(zip(self.places, plan.replicas, strict=True)):
             for place in part.clears:
                 del places[place]
@@ -342,7 +356,9 @@ class DecodeWorld:
                 places[install.place] = ModelPlace(install.room, list(install.blocks), install.slot, install.position)
             for delta in part.deltas:
                 places[delta.place].blocks += delta.blocks
-            assert list(part.live) == sorted(places), "live places are those that the workers hold, ascending"
+            assert list(part.live) == sorted(part.live) and set(part.live) <= set(places), "live places are held, ascending"
+            for place in set(places) - set(part.live):
+                assert self.is_over(self.rooms[places[place].room]), "somebody who goes on is left out"
             widths = verify_widths(self.shape.verify_width)
             assert part.width.width in widths and 1 + part.width.proposals in widths, "no width that is captured"
             for place in part.live:
@@ -405,6 +421,10 @@ class DecodeWorld:
             if token in self.stops(model):
                 return model.truth[: index + 1]
         return model.truth[:limit]
+
+    def is_over(self, model: ModelRoom) -> bool:
+        """Whether the model has said all that the stop rules ask for."""
+        return len(model.truth) >= self.limit(model) or bool(self.stops(model) & set(model.truth))
 
     def stops(self, model: ModelRoom) -> set[Token]:
         sampling = model.asked.sampling

@@ -183,8 +183,7 @@ def test_tokens_after_the_stop_token_of_the_same_round_are_not_published():
     world.attach(room)
     world.all_ready(room, TOKEN)
     assert world.launch() is not None
-    plan, world.out = world.out, None
-    assert plan is not None
+    plan = world.out.popleft()
     accepted = (Token(5), Token(33), Token(6))
     world.rooms[room].truth += accepted
     rows = (ev.PlaceTokens(Place(0), accepted, (Token(6), TOKEN, TOKEN, TOKEN)),)
@@ -199,8 +198,7 @@ def test_what_was_drafted_for_a_request_is_told_with_its_end():
     room = world.resident(10, 8)
     for taken in (3, 1, 4):  # the last of these proposals lies behind the answer's end
         assert world.launch() is not None
-        plan, world.out = world.out, None
-        assert plan is not None
+        plan = world.out.popleft()
         tokens = tuple(Token(n + 40) for n in range(taken))
         world.rooms[room].truth += tokens
         rows = (ev.PlaceTokens(Place(0), tokens, (tokens[-1], TOKEN, TOKEN, TOKEN)),)
@@ -264,7 +262,6 @@ def test_the_newest_resident_makes_room_for_the_others_when_blocks_run_out():
 def test_an_answer_that_does_not_fit_its_round_ends_the_engine(world: Told, places: Any, tokens: Any, window: Any):
     room = world.resident()
     plan = world.launch()
-    assert plan is not None
     rows = tuple(ev.PlaceTokens(Place(place), tokens, window) for place in places)
     world.apply(ev.RoundDone(plan.round_id, (rows, ())))
     assert world.lost is not None and world.end_of(room).code == "internal"

@@ -128,12 +128,11 @@ class DecodeMachine(RuleBasedStateMachine):
         if chance == 0:
             self.world.lose_prefill()
 
-    @precondition(lambda self: self.world.out is None)
     @rule()
-    def a_round_starts(self) -> None:
+    def a_round_is_planned(self) -> None:
         self.world.launch()
 
-    @precondition(lambda self: self.world.out is not None)
+    @precondition(lambda self: self.world.out)
     @rule()
     def a_round_ends(self) -> None:
         self.world.round_done()
@@ -141,14 +140,14 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule(count=st.sampled_from([1, 3, 20, 400]))
     def rounds_go_on(self, count: int) -> None:
         for _ in range(count):
-            if self.world.out is not None:
-                self.world.round_done()
-            if self.world.launch() is None:
+            self.world.launch_ahead()
+            if not self.world.out:
                 return
+            self.world.round_done()
 
     @rule(seconds=st.sampled_from([0.5, 10.0, 31.0]))
     def time_passes(self, seconds: float) -> None:
-        if self.world.out is not None:
+        while self.world.out:
             self.world.round_done()
         for room in self.world.that(undrained):
             self.world.all_drained(room)
@@ -170,7 +169,7 @@ def live_busily(seed: int, width: int, steps: int) -> DecodeWorld:
     choice = Random(seed)
     world = DecodeWorld(small_shape(verify_width=width, adaptive=bool(seed % 2), num_blocks=14, places=6, num_slots=6), seed)
     for _ in range(steps):
-        if world.out is not None and choice.random() < 0.8:
+        if world.out and choice.random() < 0.8:
             world.round_done()
         if choice.random() < 0.8:
             world.launch()

@@ -1,12 +1,13 @@
 """The decode engine's workers and agents: a leader for each replica, an agent for each rank."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from k3mesh.errors import EngineLost, TransferFailed
 from services.contracts.arguments import SchedulerArguments
-from services.contracts.ids import GlobalRank, Replica
+from services.contracts.ids import GlobalRank
 from services.scheduler.decode import events as ev
 from services.scheduler.decode import wire
 from services.scheduler.decode.shape import EngineShape
@@ -20,7 +21,8 @@ class Fleet(EngineFleet):
 
     def __init__(self, arguments: SchedulerArguments, fence: int):
         super().__init__(arguments, fence, wire.worker_report, wire.agent_report)
-        self._results: dict[Replica, wire.RoundResult] = {}
+        leaders = arguments.world_size // arguments.attn_tp_size
+        self._results: list[deque[wire.RoundResult]] = [deque() for _ in range(leaders)]  # by replica: one may be a round ahead
         self._pairing = asyncio.Lock()  # a refusal does not say whom it refuses, so one engine pairs at a time
         self._pairing_with: wire.PrefillHello | None = None
         self._unpaired: dict[GlobalRank, asyncio.Future[None]] = {}
@@ -107,15 +109,16 @@ class Fleet(EngineFleet):
     # ---- reports
     def _gather(self, result: wire.RoundResult, post: Callable[[Any], None]) -> None:
         """A round is done when all replicas have answered it; one that does not answer is the planner's deadline."""
-        self._results[result.replica] = result
-        if len(self._results) < len(self._workers):
+        if result.replica >= len(self._results):
+            raise EngineLost(f"replica {result.replica} answers, but there are {len(self._results)}; the engine must restart")
+        self._results[result.replica].append(result)
+        if not all(self._results):
             return
-        ids = {part.round_id for part in self._results.values()}
-        if len(ids) > 1 or sorted(self._results) != list(range(len(self._workers))):
-            told = {replica: part.round_id for replica, part in sorted(self._results.items())}
+        parts = [results.popleft() for results in self._results]
+        if len({part.round_id for part in parts}) > 1:
+            told = {part.replica: part.round_id for part in parts}
             raise EngineLost(f"the replicas are out of step: {told} (replica: round); the engine must restart")
-        post(ev.RoundDone(result.round_id, tuple(part.rows for _, part in sorted(self._results.items()))))
-        self._results.clear()
+        post(ev.RoundDone(result.round_id, tuple(part.rows for part in parts)))
 
     def _paired(self, rank: GlobalRank, paired: wire.Paired) -> None:
         hello = self._pairing_with

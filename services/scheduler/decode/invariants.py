@@ -20,7 +20,7 @@ def check_pools(requests: Mapping[Room, Request], pools: Sequence[Pool]) -> None
 def check_residents(
     requests: Mapping[Room, Request],
     residents: Sequence[Mapping[Room, Request]],
-    launched: LaunchedRound | None,
+    rounds: Sequence[LaunchedRound],
     rows_ahead: int,
 ) -> None:
     """The residents are the installed requests that go on, each with the rows that its next round writes."""
@@ -33,20 +33,24 @@ def check_residents(
             assert request.attached, f"{room} goes on for nobody"
             assert request.end is None and state.progress.completion < request.budget, f"{room} should have ended"
             rows = state.progress.position + rows_ahead
-            assert launched is not None or len(state.holding.blocks) >= blocks_for(rows), f"{room} lacks a block"
+            assert rounds or len(state.holding.blocks) >= blocks_for(rows), f"{room} lacks a block"
             orders.append(state.progress.order)
         assert orders == sorted(orders), f"replica {replica}: residents are not in the order of their installation"
     count = sum(isinstance(request.state, Installed | Decoding) for request in requests.values())
     assert count == sum(map(len, residents)), "a resident is missing from its replica"
 
 
-def check_round(requests: Mapping[Room, Request], launched: LaunchedRound | None) -> None:
-    """Whoever is in the round that is out is still there, at its place; nobody finishes without a round to wait for."""
-    out = {room: place for rows in launched.rows for place, room in rows} if launched is not None else {}
+def check_rounds(requests: Mapping[Room, Request], rounds: Sequence[LaunchedRound]) -> None:
+    """Rounds are out in order, one that runs and one behind it at most. Whoever is in one of them is still there, at its
+    place; nobody finishes without a round to wait for."""
+    ids = [launched.round_id for launched in rounds]
+    assert len(ids) <= 2 and ids == list(range(ids[0], ids[0] + len(ids)) if ids else ()), f"rounds {ids} are out"
+    out = {room: (place, launched.round_id) for launched in rounds for rows in launched.rows for place, room in rows}
     for room, request in requests.items():
         state = request.state
-        if launched is not None and isinstance(state, Decoding | Finishing) and state.round_id == launched.round_id:
-            assert out.pop(room, None) == state.holding.place, f"{room} is not where its round runs"
+        if room in out:
+            assert isinstance(state, Decoding | Finishing), f"{room} is in a round that is out"
+            assert out.pop(room) == (state.holding.place, state.round_id), f"{room} is not where its last round runs"
         else:
             assert not isinstance(state, Finishing), f"{room} waits for a round that is not out"
     assert not out, f"rooms left while their round is out: {out}"

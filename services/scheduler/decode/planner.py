@@ -58,15 +58,15 @@ class DecodePlanner:
         return self._rooms.effects
 
     def plan(self, now: float) -> ev.RoundPlan | None:
-        """The next round, or None while one is out or when there is nothing to do."""
+        """The next round, also while one runs; None while one waits behind that, or when there is nothing to do."""
         return None if self._lost else self._residents.plan(now)
 
     # ---- questions
     def next_deadline(self) -> float | None:
         """When DeadlinePassed is due if nothing happens before."""
         times = [self._rooms.due(request) for request in self._rooms.requests.values()]
-        if self._rooms.round is not None:
-            times.append(self._rooms.round.launched_at + ROUND_S)
+        if self._rooms.rounds:
+            times.append(self._rooms.round_since + ROUND_S)
         return min(times, default=None)
 
     @property
@@ -148,9 +148,9 @@ class DecodePlanner:
             self._lose(ev.Failure("internal", f"decode engine {self.shape.engine_id}: {problem}"))
 
     def _deadline(self, _: DeadlinePassed) -> None:
-        now, launched = self._rooms.now, self._rooms.round
-        if launched is not None and now >= launched.launched_at + ROUND_S:
-            self._lose_for(f"round {launched.round_id} was not answered within {ROUND_S:g} s")
+        now, rounds = self._rooms.now, self._rooms.rounds
+        if rounds and now >= self._rooms.round_since + ROUND_S:
+            self._lose_for(f"round {rounds[0].round_id} was not answered within {ROUND_S:g} s")
             return
         for request in [r for r in self._rooms if now >= self._rooms.due(r)]:
             match request.state:
@@ -172,7 +172,7 @@ class DecodePlanner:
 
     def _lose(self, failure: ev.Failure) -> None:
         """Fail everyone and stop for good."""
-        self._rooms.round = None
+        self._rooms.rounds.clear()
         for request in self._rooms:
             match request.state:
                 case Reserved() | Receiving() | Releasing():

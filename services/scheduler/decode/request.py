@@ -107,7 +107,7 @@ class Finishing:
     phase: ClassVar = Phase.FINISHING
     holding: Holding
     progress: Progress
-    round_id: int  # still out
+    round_id: int  # the last that holds it: still out
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from services.scheduler.decode.acceptance import Verdict
 from services.scheduler.decode.capacity import Holding, Pool
 from services.scheduler.decode.request import Decoding, Finishing, Installed, Progress, Request
 from services.scheduler.decode.rooms import Rooms
-from services.scheduler.decode.rounds import launch, mismatch
+from services.scheduler.decode.rounds import blocks_next, launch, mismatch, surely_ends
 
 
 class Residents:
@@ -21,27 +21,54 @@ class Residents:
         self._rounds_launched = 0
 
     def plan(self, now: float) -> ev.RoundPlan | None:
-        """The next round, or None while one is out or when there is nothing to do."""
+        """The next round, also while one runs; None while one waits behind that, or when there is nothing to do."""
         rooms = self._rooms
-        if rooms.round is not None:
+        if rooms.rounds and not self._may_plan_ahead():
             return None
         for pool, residents in zip(rooms.pools, rooms.residents, strict=True):
             new = sum(isinstance(request.state, Installed) for request in residents.values())
             if new:
                 rooms.widths.joined(pool.replica, new / len(residents))
-        launched = launch(self._rounds_launched + 1, rooms.shape, rooms.pools, rooms.residents, rooms.widths, now)
+        out = rooms.rounds[-1] if rooms.rounds else None
+        launched = launch(self._rounds_launched + 1, rooms.shape, rooms.pools, rooms.residents, out, rooms.widths, now)
         if launched is None:
             return None
         self._rounds_launched += 1
-        plan, rooms.round = launched
+        plan, it = launched
+        rooms.rounds.append(it)
         return plan
+
+    def _may_plan_ahead(self) -> bool:
+        """Whether one round is out, and everybody gets the blocks of the round behind it, too, without taking them from
+        somebody: whom to take them from is decided when it is known who has ended."""
+        rooms = self._rooms
+        if len(rooms.rounds) > 1:
+            return False
+        (out,) = rooms.rounds
+        wanted: list[tuple[Pool, Holding, int]] = []
+        for pool, residents in zip(rooms.pools, rooms.residents, strict=True):
+            lacking = 0
+            for request in residents.values():
+                assert isinstance(request.state, Installed | Decoding)
+                holding, blocks = request.state.holding, blocks_next(request, rooms.shape, out)
+                if len(holding.blocks) < blocks and not surely_ends(request, out):
+                    wanted.append((pool, holding, blocks))
+                    lacking += blocks - len(holding.blocks)
+            if lacking > pool.cache.blocks_available:
+                return False
+        for pool, holding, blocks in wanted:
+            pool.grow(holding, blocks)
+        return True
 
     def round_done(self, done: ev.RoundDone) -> str | None:
         """Count and publish what a round brought -> why the answer cannot be, if so; the engine is lost then."""
-        launched, problem = self._rooms.round, mismatch(self._rooms.round, done)
+        launched = self._rooms.rounds[0] if self._rooms.rounds else None
+        problem = mismatch(launched, done)
         if problem is not None or launched is None:
             return problem
-        self._rooms.round = None
+        seconds = self._rooms.now - self._rooms.round_since
+        self._rooms.rounds.popleft()
+        self._rooms.landed_at = self._rooms.now
         self._rooms.totals["rounds"] += 1
         verdicts: list[list[Verdict]] = []
         for rows, width, entries in zip(launched.rows, launched.widths, done.replicas, strict=True):
@@ -53,12 +80,13 @@ class Residents:
                     case Decoding(progress=progress):
                         verdicts[-1] += progress.guesses.compare(entry.tokens)
                         self._advance(request, progress, entry, width.width)
-                    case Finishing(holding=holding, progress=progress):
-                        self._leave(request, holding, progress)
+                    case Finishing(holding=holding, progress=progress, round_id=last):
+                        if last == done.round_id:
+                            self._leave(request, holding, progress)
                     case state:
                         raise RuntimeError(f"room {room} was in round {done.round_id} and is {state.phase.name} now")
         if any(launched.rows):
-            self._rooms.widths.done(self._rooms.now - launched.launched_at, verdicts)
+            self._rooms.widths.done(seconds, verdicts)
         return None
 
     def _advance(self, request: Request, progress: Progress, entry: ev.PlaceTokens, width: int) -> None:
@@ -115,7 +143,7 @@ class Residents:
     # ---- capacity
     def secure_next_rows(self) -> None:
         """Give every resident the blocks of its next round; the oldest first, at the cost of the newest."""
-        if self._rooms.round is not None:
+        if self._rooms.rounds:
             return  # nobody may be aborted now, and nobody's position is known
         for pool, residents in zip(self._rooms.pools, self._rooms.residents, strict=True):
             for room in list(residents):
@@ -148,7 +176,7 @@ class Residents:
         self._rooms.end(request, end)
         if isinstance(state, Decoding):
             self._rooms.pools[state.holding.replica].clears.add(state.holding.place)
-            if self._rooms.round is not None and state.round_id == self._rooms.round.round_id:
+            if self._rooms.rounds and state.round_id >= self._rooms.rounds[0].round_id:
                 request.state = Finishing(state.holding, state.progress, state.round_id)
                 return
         self._leave(request, state.holding, state.progress)

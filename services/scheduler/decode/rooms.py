@@ -1,5 +1,6 @@
 """All rooms of the engine and what they hold: the planner's state, with the verbs that its handlers share."""
 
+from collections import deque
 from collections.abc import Iterator
 
 import services.scheduler.decode.events as ev
@@ -43,7 +44,8 @@ class Rooms:
         self.residents: list[dict[Room, Request]] = [{} for _ in range(shape.replicas)]  # installed and going on, newest last
         self.clients: dict[ev.Client, Room] = {}
         self.tombstones = Tombstones()
-        self.round: LaunchedRound | None = None
+        self.rounds: deque[LaunchedRound] = deque()  # that are out, in order
+        self.landed_at = 0.0  # the last of those before
         self.capacity_freed = False  # by the event at hand
         self.now = 0.0  # of the event at hand
         self.effects: list[ev.Effect] = []
@@ -117,6 +119,11 @@ class Rooms:
         return ev.Failure("not_found", message)
 
     # ---- questions
+    @property
+    def round_since(self) -> float:
+        """When the first of the rounds that are out began to run."""
+        return max(self.rounds[0].launched_at, self.landed_at)
+
     def due(self, request: Request) -> float:
         """When time alone changes the request; infinite if never."""
         match request.state:
@@ -137,6 +144,7 @@ class Rooms:
             "receiving": phases.count(Phase.RECEIVING),
             "resident": phases.count(Phase.INSTALLED) + phases.count(Phase.DECODING),
             "finishing": phases.count(Phase.FINISHING),
+            "rounds_out": len(self.rounds),
             "quarantined": phases.count(Phase.RELEASING),
             "blocks_used": sum(pool.cache.blocks_in_use for pool in self.pools),
             "slots_used": sum(pool.cache.slots_in_use for pool in self.pools),
@@ -145,6 +153,6 @@ class Rooms:
 
     def check(self) -> None:
         invariants.check_pools(self.requests, self.pools)
-        invariants.check_residents(self.requests, self.residents, self.round, self.shape.rows_ahead)
-        invariants.check_round(self.requests, self.round)
+        invariants.check_residents(self.requests, self.residents, self.rounds, self.shape.rows_ahead)
+        invariants.check_rounds(self.requests, self.rounds)
         invariants.check_clients(self.requests, self.clients, self.tombstones)

@@ -1,4 +1,9 @@
-"""One lockstep round: what each replica's workers are told, and whether their answer fits (spec scheduling §3.1)."""
+"""One lockstep round: what each replica's workers are told, and whether their answer fits (spec scheduling §3.1).
+
+A round is planned while the one before it runs, so that the workers go on at once. Nothing in a plan depends on how the
+running round ends: a request of it is where it was by at most the rows that the round writes, and has a window of the length
+that the round was told to leave. Whoever turns out to have ended lingers in the planned round; what comes of it is dropped.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +23,7 @@ CLEAR_ONLY = (0, RoundMode.LOW_LATENCY_EAGER)
 
 @dataclass(frozen=True, slots=True)
 class LaunchedRound:
-    """The round that is out: the workers may write to everything that its requests hold."""
+    """A round that is out: the workers may write to everything that its requests hold."""
 
     round_id: int
     launched_at: float
@@ -31,27 +36,30 @@ def launch(
     shape: EngineShape,
     pools: Sequence[Pool],
     residents: Sequence[dict[Room, Request]],
+    out: LaunchedRound | None,
     widths: Widths,
     now: float,
 ) -> tuple[RoundPlan, LaunchedRound] | None:
-    """Build the round of all residents and mark them as being in it; None if there is nothing to do on any replica.
+    """Build the round of all residents that `out`, the round before it if that still runs, does not surely end, and mark them
+    as being in it; None if there is nothing to do on any replica.
 
     Every replica takes part, with the same bucket. Places that ended since the last round are cleared along with it; where
     nobody lives any more, by a round of bucket 0, in which nothing runs.
     """
-    live_rows = [len(requests) for requests in residents]
+    going_on = [[request for request in requests.values() if not surely_ends(request, out)] for requests in residents]
+    live_rows = [len(requests) for requests in going_on]
     size = shape_of(live_rows, shape.buckets, shape.graphs)
     if size is not None:
-        how_wide = widths.plan(size[0], live_rows, [_shortest_window(requests.values()) for requests in residents])
-    elif any(pool.clears for pool in pools):
+        how_wide = widths.plan(size[0], live_rows, [_shortest_window(requests, out) for requests in going_on])
+    elif any(pool.clears for pool in pools) and not any(residents):
         size, how_wide = CLEAR_ONLY, (IDLE,) * len(pools)
     else:
         return None
     parts: list[ReplicaPlan] = []
     rows: list[tuple[Row, ...]] = []
-    for pool, requests, width in zip(pools, residents, how_wide, strict=True):
-        ordered = sorted(requests.values(), key=_place)
-        installs, deltas = _changes(ordered, round_id, shape)
+    for pool, requests, width in zip(pools, going_on, how_wide, strict=True):
+        ordered = sorted(requests, key=_place)
+        installs, deltas = _changes(ordered, round_id, shape, out)
         live = tuple(_place(request) for request in ordered)
         parts.append(ReplicaPlan(tuple(sorted(pool.clears)), installs, deltas, live, width))
         rows.append(tuple(zip(live, (request.room for request in ordered), strict=True)))
@@ -80,7 +88,7 @@ def mismatch(launched: LaunchedRound | None, done: RoundDone) -> str | None:
 
 
 def _changes(
-    requests: Iterable[Request], round_id: int, shape: EngineShape
+    requests: Iterable[Request], round_id: int, shape: EngineShape, out: LaunchedRound | None
 ) -> tuple[tuple[PlaceInstall, ...], tuple[BlockDelta, ...]]:
     """What the workers do not know yet of these requests; afterwards they do."""
     installs: list[PlaceInstall] = []
@@ -89,7 +97,7 @@ def _changes(
         state = request.state
         assert isinstance(state, Installed | Decoding)
         holding, progress = state.holding, state.progress
-        assert len(holding.blocks) >= blocks_for(progress.position + shape.rows_ahead), f"{request.room} lacks a block"
+        assert len(holding.blocks) >= blocks_next(request, shape, out), f"{request.room} lacks a block"
         if isinstance(state, Installed):
             installs.append(
                 PlaceInstall(
@@ -108,13 +116,37 @@ def _changes(
     return tuple(installs), tuple(deltas)
 
 
-def _shortest_window(requests: Iterable[Request]) -> int:
-    """Tokens of every request's window, padding not counted; 1 where nobody is."""
+def surely_ends(request: Request, out: LaunchedRound | None) -> bool:
+    """Whether the round that is out gives a resident its last token, however few it gives: one at least."""
+    assert isinstance(request.state, Installed | Decoding)
+    return _part_in(request, out) is not None and request.state.progress.completion + 1 >= request.budget
+
+
+def blocks_next(request: Request, shape: EngineShape, out: LaunchedRound | None) -> int:
+    """Blocks that a resident holds when its next round is launched: up to the last row that this round may write, wherever the
+    round that is out leaves it."""
+    assert isinstance(request.state, Installed | Decoding)
+    part = _part_in(request, out)
+    moved = 0 if part is None else part.width
+    return blocks_for(request.state.progress.position + moved + shape.rows_ahead)
+
+
+def _shortest_window(requests: Iterable[Request], out: LaunchedRound | None) -> int:
+    """Tokens of every request's window when the round that is out has landed, padding not counted; 1 where nobody is."""
     lengths: list[int] = []
     for request in requests:
         assert isinstance(request.state, Installed | Decoding)
-        lengths.append(request.state.progress.usable)
+        part = _part_in(request, out)
+        lengths.append(request.state.progress.usable if part is None else 1 + part.proposals)
     return min(lengths, default=1)
+
+
+def _part_in(request: Request, out: LaunchedRound | None) -> Width | None:
+    """What the round that is out does with a resident; None if it is not in it."""
+    state = request.state
+    if out is None or not isinstance(state, Decoding) or state.round_id != out.round_id:
+        return None
+    return out.widths[state.holding.replica]
 
 
 def _place(request: Request) -> Place:

@@ -6,6 +6,7 @@ second, and each replica then takes as little of it as gives it nearly as many t
 proposal now and then, which nobody verifies, and sees by the next tokens whether it would have been right (decision 16).
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -57,7 +58,9 @@ class Widths:
         self._widest = 1  # the common width
         self._references = 0  # plans that only measure width 1, this one and those to come
         self._round = 0
-        self._steady: tuple[int, int] | None = None  # bucket and width of the round that is out, if it is one to measure
+        self._steady: deque[tuple[int, int] | None] = (
+            deque()
+        )  # bucket and width of each round that is out, if it is to be timed
 
     @property
     def targets(self) -> tuple[int, ...]:
@@ -77,13 +80,14 @@ class Widths:
             for it, rows, window in zip(self._replicas, live, windows, strict=True)
         )
         width, following = max(part.width for part in parts), 1 + max(part.proposals for part in parts)
-        self._steady = (bucket, width) if width == following else None
+        self._steady.append((bucket, width) if width == following else None)
         return parts
 
     def done(self, seconds: float, verdicts: Sequence[Sequence[Verdict]]) -> None:
-        """The round that was planned last took so long, and told this, by replica."""
-        if self._steady is not None and seconds > 0:
-            self._costs.measure(*self._steady, seconds)
+        """The first round that was planned and not done took so long, and told this, by replica."""
+        steady = self._steady.popleft()
+        if steady is not None and seconds > 0:
+            self._costs.measure(*steady, seconds)
         for it, told in zip(self._replicas, verdicts, strict=True):
             first = [verdict.right for verdict in told if verdict.position == 1]
             if it.target == 1 and first and sum(first) / len(first) > it.acceptance.expected(2) - 1 + SURPRISE:
