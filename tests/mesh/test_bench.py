@@ -137,3 +137,23 @@ def test_a_transfer_bench_that_is_stopped_leaves_no_process(folder: Path, number
         run.communicate(timeout=60)
     assert run.returncode == code
     assert_no_child(run.pid)
+
+
+@pytest.mark.timeout(180)
+def test_control_prints_what_rounds_cost_and_leaves_nothing(folder: Path):
+    words = "--replicas 2 --requests 3 --tp 2 --round-ms 2 --seconds 0.5 --tokens 64 --width 4 --planning-rounds 20 --json"
+    run = bench(folder, "control", *words.split())
+    printed, told = run.communicate(timeout=170)
+    assert run.returncode == 0, told
+    assert printed.count("\n") == 1
+    result = json.loads(printed)
+    for figure in ("control_ms", "planning_ms", "tp_growth", "planning_growth"):
+        assert result[figure] > 0
+    assert "added_ms" in result
+    assert [(it["requests"], it["tp"], it["round_ms"]) for it in result["rounds"]] == [(6, 1, 0.0), (6, 1, 2.0), (6, 2, 0.0)]
+    for it in result["rounds"]:
+        assert it["rounds"] > 0 and it["period_ms"] > it["planning_ms"] > 0 and it["scheduler_cpu_ms"] > 0
+    assert result["gateway"]["tokens"] == 6 * 64 and result["gateway_tokens_per_s"] > 0
+    assert [(it["replicas"], it["requests"]) for it in result["planning"]] == [(2, 6), (64, 64), (64, 192)]
+    assert_nothing_left(folder)
+    assert_no_child(run.pid)

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack
 from datetime import timedelta
 from functools import partial
 
-import torch.distributed as dist
 from pydantic import Field
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from k3mesh.errors import Internal
 from services.contracts.arguments import WorkerArguments
@@ -67,11 +67,11 @@ class IdleReplica:
         return wire.PlaceTokens(place, self._text[start][1 : 1 + width], self._text[anchor][: 1 + proposals])
 
 
-def meet(a: IdleWorkerArguments) -> dist.TCPStore:
+def meet(a: IdleWorkerArguments) -> TCPStore:
     """Return when all ranks are here, so that leaders listen before their peers connect. The first rank's store must stay
     until then."""
     host, _, port = a.dist_init_addr.rpartition(":")
-    store = dist.TCPStore(host, int(port), a.world_size, a.rank == 0, timedelta(seconds=a.startup_timeout))
+    store = TCPStore(host, int(port), a.world_size, a.rank == 0, timedelta(seconds=a.startup_timeout))
     if store.add("here", 1) == a.world_size:
         store.set("all", "")
     store.wait(["all"])
