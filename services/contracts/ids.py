@@ -6,6 +6,7 @@ RequestId = NewType("RequestId", str)
 Room = NewType("Room", int)  # 63 random bits, new for each attempt
 BlockId = NewType("BlockId", int)  # 128 cache rows; 0 is the null block
 SlotId = NewType("SlotId", int)  # one request's KDA state; 0 is the null slot
+ImageBlock = NewType("ImageBlock", int)  # a cache block's size of host memory, for images of suspended requests
 Place = NewType("Place", int)  # a sequence place of one decode replica, 0..per_replica-1
 Replica = NewType("Replica", int)
 GlobalRank = NewType("GlobalRank", int)

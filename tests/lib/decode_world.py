@@ -10,18 +10,19 @@ from random import Random
 
 from services.contracts.events import DeadlinePassed
 from services.contracts.geometry import blocks_for, verify_widths
-from services.contracts.ids import BLOCK_TOKENS, BlockId, GlobalRank, Place, RequestId, Room, SlotId, Token
-from services.contracts.lifecycle import TERMINAL, State
+from services.contracts.ids import BLOCK_TOKENS, BlockId, GlobalRank, ImageBlock, Place, RequestId, Room, SlotId, Token
+from services.contracts.lifecycle import TERMINAL, State, may_follow
 from services.contracts.placement import Manifest
 from services.scheduler.block_keys import BlockKeys, token_bytes
 from services.scheduler.decode import events as ev
+from services.scheduler.decode.capacity import GROWTH_TOKENS
 from services.scheduler.decode.planner import DecodePlanner
 from services.scheduler.decode.shape import EngineShape
 
 END_TOKEN = Token(0)
 VOCABULARY = 40
 KEYS = BlockKeys("model", tokens_ahead=1)
-ORDER = [State.RESERVED, State.INSTALLED, State.DECODING, State.FINISHING, *sorted(TERMINAL)]
+AWAY = (State.RETRACTING, State.RETRACTED)
 
 
 def small_shape(**changes: object) -> EngineShape:
@@ -53,6 +54,13 @@ class ModelRoom:
     end: ev.End | None = None  # on the client's stream
     states: list[State] = field(default_factory=list)
     step: int = 0
+    replica: int = -1
+    retractions: int = 0
+    since: int = 0  # tokens when it came in last, or came back
+
+    @property
+    def state(self) -> State | None:
+        return self.states[-1] if self.states else None
 
     @property
     def tokens(self) -> list[Token]:
@@ -83,11 +91,18 @@ class DecodeWorld:
         self.places: list[dict[Place, ModelPlace]] = [{} for _ in range(shape.replicas)]  # as the workers know them
         self.out: deque[ev.RoundPlan] = deque()  # the first of them runs
         self.rounds = 0
+        self.busy: list[list[ModelPlace]] = [[] for _ in range(shape.replicas)]  # what the round that runs copies out
+        self.coming: set[Room] = set()  # who is copied back by a round that has not landed
         self.windows: dict[Room, int] = {}  # tokens in each resident's window
         self.pair = ev.Pair(0)
         self.refused: set[ev.Pair] = set()
         self.lost: ev.Failure | None = None
         self.emptied = 0
+        self.events = 0
+        self.writers: list[dict[BlockId, Room]] = [{} for _ in range(shape.replicas)]  # who wrote to a block last
+        self.host: list[dict[ImageBlock, tuple[Room, int, int]]] = [{} for _ in range(shape.replicas)]  # room, which, position
+        self.away: list[list[Room]] = [[] for _ in range(shape.replicas)]  # retracted, the longest first
+        self.transitions: set[tuple[State, State]] = set()
         self.rows: list[dict[BlockId, object]] = [{} for _ in range(shape.replicas)]  # what a block's rows are of, once final
         self._names: dict[tuple[object, ...], int] = {}
         self._numbers = iter(range(1, 1 << 30))
@@ -212,6 +227,7 @@ class DecodeWorld:
         """The workers answer the round that runs, with random tokens unless told, and go on with the next if they have it."""
         plan = self.out.popleft()
         replicas: list[tuple[ev.PlaceTokens, ...]] = []
+        copied: list[Room] = []
         for replica, part in enumerate(plan.replicas):
             entries: list[ev.PlaceTokens] = []
             for place in part.live:
@@ -225,9 +241,12 @@ class DecodeWorld:
                 self.rooms[known.room].truth += tokens
                 self._written(replica, known)
             replicas.append(tuple(entries))
+            copied += [it.room for it in part.retracts] + [it.install.room for it in part.restores]
+        self.busy = [[] for _ in self.busy]
         if self.out:
             self._take(self.out[0])
-        self.apply(ev.RoundDone(plan.round_id, tuple(replicas)))
+        self.coming.difference_update(copied)
+        self.apply(ev.RoundDone(plan.round_id, tuple(replicas), tuple(copied)))
 
     def advance(self, seconds: float) -> None:
         """Time passes; deadlines fire when they are due, as the shell does it."""
@@ -264,6 +283,7 @@ class DecodeWorld:
 
     # ---- effects, and what must hold of them
     def apply(self, event: object) -> None:
+        self.events += 1
         self.perform(self.planner.apply(event, self.now))
         self.planner.check()
 
@@ -273,7 +293,10 @@ class DecodeWorld:
                 case ev.AnswerReserve(accepted=accepted, failure=failure, pair=pair):
                     assert not (accepted and failure)
                     if accepted:
-                        self.rooms[effect.room].proposals = effect.proposals
+                        model = self.rooms[effect.room]
+                        model.proposals, model.replica = effect.proposals, effect.replica  # pyright: ignore
+                        waiting = [it for it in self.rooms.values() if it.replica == model.replica and it.state in AWAY]
+                        assert not waiting, "a newcomer takes the place of those who wait to come back"
                     if not accepted and failure is None:
                         self.refused.add(pair)
                 case ev.CapacityFreed(pair):
@@ -326,9 +349,14 @@ class DecodeWorld:
         for plan in self.out:
             part = plan.replicas[manifest.replica]
             known = [held[place] for place in part.live if place in held]
-            blocks = [*known, *part.installs, *part.deltas]
-            assert not {block for it in blocks for block in it.blocks} & set(manifest.blocks), "a round may still write there"
-            assert manifest.slot not in {it.slot for it in (*known, *part.installs)}, "a round may still write there"
+            installs = [*part.installs, *(it.install for it in part.restores)]
+            blocks = {block for it in (*known, *installs, *part.deltas) for block in it.blocks}
+            assert not blocks & set(manifest.blocks), "a round may still write there"
+            assert manifest.slot not in {it.slot for it in (*known, *installs)}, "a round may still write there"
+        leaving = [it for it in held.values() if self.rooms[it.room].state is State.RETRACTING]
+        for it in (*self.busy[manifest.replica], *leaving):
+            assert not set(it.blocks[: blocks_for(it.position)]) & set(manifest.blocks), "a copy has to read there"
+            assert it.slot != manifest.slot, "a copy has to read there"
         model.manifest, model.unready = manifest, set(ranks)
 
     def _check_head(self, plan: ev.RoundPlan) -> None:
@@ -338,7 +366,7 @@ class DecodeWorld:
         most = max(len(part.live) for part in plan.replicas)
         fitting = [bucket for bucket in self.shape.buckets if bucket >= most]
         assert plan.bucket == (0 if most == 0 else min(fitting) if fitting else most)
-        assert most or any(part.clears for part in plan.replicas), "a round for nobody"
+        assert most or any(it.clears or it.retracts or it.restores for it in plan.replicas), "a round for nobody"
 
     def _take(self, plan: ev.RoundPlan) -> None:
         """The workers begin with a plan."""
@@ -356,9 +384,15 @@ class DecodeWorld:
                 places[install.place] = ModelPlace(install.room, list(install.blocks), install.slot, install.position)
             for delta in part.deltas:
                 places[delta.place].blocks += delta.blocks
+            self.busy[replica] = [self._copy_out(replica, it) for it in part.retracts]
+            for it in part.restores:
+                self._copy_back(replica, it)
             assert list(part.live) == sorted(part.live) and set(part.live) <= set(places), "live places are held, ascending"
             for place in set(places) - set(part.live):
-                assert self.is_over(self.rooms[places[place].room]), "somebody who goes on is left out"
+                known = places[place]
+                lacks = len(known.blocks) < blocks_for(known.position + self.shape.rows_ahead)
+                over = self.is_over(self.rooms[known.room])
+                assert over or lacks or known.room in self.coming, "somebody who could go on is left out"
             widths = verify_widths(self.shape.verify_width)
             assert part.width.width in widths and 1 + part.width.proposals in widths, "no width that is captured"
             for place in part.live:
@@ -371,8 +405,44 @@ class DecodeWorld:
             for block in written:
                 self.rows[replica].pop(block, None)
             for place in part.live:
+                known = places[place]
+                self.writers[replica] |= dict.fromkeys(known.blocks[known.position // BLOCK_TOKENS :], known.room)
+            for place in part.live:
                 rows = places[place].position + self.shape.rows_ahead
                 assert len(places[place].blocks) >= blocks_for(rows), "a round would write beyond its blocks"
+
+    def _copy_out(self, replica: int, it: ev.PlaceRetract) -> ModelPlace:
+        known = self.places[replica].pop(it.place)
+        assert (known.room, known.position) == (it.room, it.position)
+        data = blocks_for(it.position)
+        assert len(it.image) == len(set(it.image)) == data + self.shape.state_blocks
+        assert all(0 <= block < self.shape.image_blocks for block in it.image)
+        self._check_rows(replica, known)
+        if it.position % BLOCK_TOKENS:
+            assert self.writers[replica][known.blocks[data - 1]] == it.room, "its last rows were written over before the copy"
+        self.host[replica] |= {block: (it.room, place, it.position) for place, block in enumerate(it.image)}
+        return known
+
+    def _copy_back(self, replica: int, it: ev.PlaceRestore) -> None:
+        install, places = it.install, self.places[replica]
+        assert install.place not in places, "a request comes back to a place that is taken"
+        position = install.position
+        assert [self.host[replica][block] for block in it.image] == [
+            (install.room, place, position) for place in range(len(it.image))
+        ], "an image was written over"
+        assert len(it.image) == blocks_for(position) + self.shape.state_blocks
+        assert len(install.window) == self.windows[install.room] and install.window[0] == self.rooms[install.room].truth[-1]
+        names = self._names_of(self.rooms[install.room].tokens, position // BLOCK_TOKENS)
+        for place, block in enumerate(install.blocks[: blocks_for(position)]):
+            if place < it.found:
+                continue  # _check_rows looks at these
+            self.rows[replica].pop(block, None)
+            self.writers[replica][block] = install.room
+            if place < len(names):
+                self.rows[replica][block] = names[place]
+        places[install.place] = known = ModelPlace(install.room, list(install.blocks), install.slot, position)
+        self._check_rows(replica, known)
+        self.coming.add(install.room)
 
     # ---- what the blocks hold
     def _names_of(self, tokens: list[Token], count: int) -> list[int]:
@@ -391,6 +461,7 @@ class DecodeWorld:
         names = self._names_of(model.prompt, full)[found:]
         for block in manifest.blocks:
             self.rows[manifest.replica].pop(block, None)
+            self.writers[manifest.replica][block] = manifest.room
         self.rows[manifest.replica] |= dict(zip(manifest.blocks, names, strict=False))
 
     def _written(self, replica: int, known: ModelPlace) -> None:
@@ -442,9 +513,44 @@ class DecodeWorld:
         model = next(m for m in self.rooms.values() if m.asked.request_id == effect.request_id)
         assert not model.terminal, f"{effect.state} after {model.states}"
         assert effect.step > model.step and effect.attempt == model.asked.attempt
-        assert not model.states or ORDER.index(effect.state) > ORDER.index(model.states[-1])
-        model.states.append(effect.state)
+        before, after = model.state, effect.state
+        if before is None or before is State.RESERVED:  # what follows that is written by prefill, or this engine ends it
+            assert after in (State.RESERVED if before is None else State.INSTALLED, *TERMINAL)
+        else:
+            assert may_follow(before, after), f"{before} -> {after}"
+            self.transitions.add((before, after))
+        if self.lost is None:
+            self._check_turn(model, before, after)
+        model.states.append(after)
         model.step = effect.step
+
+    def _check_turn(self, model: ModelRoom, before: State | None, after: State) -> None:
+        """Fairness among those who make way and come back."""
+        away, room = self.away[model.replica], model.asked.room
+        neighbours = [it for it in self.rooms.values() if it.replica == model.replica and it is not model]
+        match after:
+            case State.INSTALLED:
+                model.since = 1
+            case State.RETRACTING:
+                assert len(model.truth) > model.since or not model.retractions, "it has only just come back"
+                assert self.limit(model) - model.since > GROWTH_TOKENS, "it came in with room for all of its answer"
+                model.retractions += 1
+                others = [
+                    it for it in neighbours
+                    if it.state is State.DECODING and it.retractions < 3 and len(it.truth) > it.since
+                    and self.limit(it) - it.since > GROWTH_TOKENS
+                ]  # fmt: skip
+                assert model.retractions <= 3 or len(others) <= 1, "it had enough, and others could make way"
+                away.append(room)
+            case State.RESTORING:
+                assert away[0] == room, "another one has waited longer"
+                assert not any(it.state is State.RESTORING for it in neighbours), "two come back at once"
+                away.remove(room)
+                model.since = len(model.truth)
+            case State.FINISHING if before in AWAY:
+                away.remove(room)
+            case _:
+                pass
 
     def that(self, condition: Callable[[ModelRoom], object]) -> list[Room]:
         """Reserved rooms for which this holds, the oldest first."""

@@ -3,13 +3,18 @@ when everyone is gone the engine is as it was. What must hold of each effect is 
 
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from services.contracts.ids import Room, Token
+from services.contracts.lifecycle import TRANSITIONS, State
 from services.scheduler.decode import events as ev
 from tests.lib.decode_world import DecodeWorld, ModelRoom, small_shape
+
+COPYING = (State.RETRACTING, State.RESTORING)
+INSTALLED = (State.INSTALLED, State.DECODING, *COPYING, State.RETRACTED, State.FINISHING)
 
 index = st.integers(0, 1 << 20)
 
@@ -27,9 +32,17 @@ def attached(model: ModelRoom) -> bool:
 
 
 class DecodeMachine(RuleBasedStateMachine):
-    @initialize(seed=index, width=st.sampled_from([1, 4, 4]), blocks=st.sampled_from([3, 8, 14, 20]), slots=st.integers(2, 5))
-    def start(self, seed: int, width: int, blocks: int, slots: int) -> None:
-        shape = small_shape(verify_width=width, adaptive=bool(seed % 2), num_blocks=blocks, num_slots=slots)
+    @initialize(
+        seed=index,
+        width=st.sampled_from([1, 4, 4]),
+        blocks=st.sampled_from([3, 8, 14, 20]),
+        slots=st.integers(2, 5),
+        images=st.sampled_from([0, 9, 30, 30]),
+    )
+    def start(self, seed: int, width: int, blocks: int, slots: int, images: int) -> None:
+        shape = small_shape(
+            verify_width=width, adaptive=bool(seed % 2), num_blocks=blocks, num_slots=slots, image_blocks=images, state_blocks=3
+        )
         self.world = DecodeWorld(shape, seed)
 
     def pick(self, rooms: list[Room], at: int) -> Room | None:
@@ -206,7 +219,82 @@ def live_busily(seed: int, width: int, steps: int) -> DecodeWorld:
 
 def test_long_busy_lives_with_too_few_blocks_end_as_they_began():
     worlds = [live_busily(seed, width, steps=3000) for seed, width in enumerate([1, 1, 2, 4, 8])]
-    unseen = [kind for kind in worlds[0].planner.totals if not any(world.planner.totals[kind] for world in worlds)]
+    kinds = worlds[0].planner.totals.keys() - {"retractions", "restores"}
+    unseen = [kind for kind in kinds if not any(world.planner.totals[kind] for world in worlds)]
     assert not unseen, "the runs prove nothing about these"
+    for world in worlds:
+        world.settle()
+
+
+def live_scarcely(seed: int, width: int, events: int, images: int) -> DecodeWorld:
+    """A life of long answers that outgrow the cache all the time, while people cancel whoever is on the way out or back."""
+    choice = Random(seed)
+    world = DecodeWorld(
+        small_shape(
+            verify_width=width, adaptive=False, max_model_len=5000, num_blocks=40, places=8, num_slots=8,
+            buckets=(1, 2, 4, 8), image_blocks=images, state_blocks=2,
+        ),
+        seed,
+    )  # fmt: skip
+    while world.events < events:
+        for _ in range(choice.choice([1, 2, 10])):
+            if world.out is not None:
+                world.round_done()
+            if choice.random() < 0.9:
+                world.launch()
+        roll = choice.random()
+        copying = world.that(lambda model: model.state in COPYING)
+        if roll < 0.3 and len(world.that(lambda model: not model.terminal)) < 20:
+            said = [model.tokens[:400] for model in world.rooms.values() if len(model.tokens) > 130][-8:]
+            prompt = [world.token() for _ in range(choice.randint(1, 300))]
+            prompt = choice.choice(said) + prompt[:40] if said and choice.random() < 0.4 else prompt
+            room = world.reserve(prompt, choice.choice([30, 500, 2500, 4500, 4500]), timeout=choice.choice([0, 0, 0, 30]))
+            if world.rooms[room].manifest is not None:
+                world.attach(room)
+        elif roll < 0.6 and (rooms := world.that(unready)):
+            world.all_ready(choice.choice(rooms))
+        elif roll < 0.62 and copying:
+            world.cancel_request(choice.choice(copying))
+        elif 0.62 < roll < 0.624 and (rooms := world.that(lambda model: model.state is State.RETRACTED)):
+            world.cancel_request(choice.choice(rooms))
+        elif 0.624 < roll < 0.63 and (rooms := world.that(attached)):
+            world.client_gone(choice.choice(rooms))
+        elif 0.63 < roll < 0.632 and (rooms := world.that(unready)):
+            world.rank_failed(choice.choice(rooms))
+        elif roll < 0.7 and (rooms := world.that(undrained)):
+            world.all_drained(choice.choice(rooms))
+        if world.out is None or choice.random() < 0.2:
+            world.advance(0.02)
+    return world
+
+
+def scarcity(events: int) -> list[DecodeWorld]:
+    """Lives of a roomy, a tight and no image pool, at several widths."""
+    lives = [(32, 100), (32, 24), (64, 100), (16, 60), (32, 0)]  # wide rounds: long answers in few events
+    return [live_scarcely(seed, width, events // len(lives), images) for seed, (width, images) in enumerate(lives)]
+
+
+def assert_all_was_seen(worlds: list[DecodeWorld]) -> None:
+    """Every transition of the table that is this engine's to make, and none that is not."""
+    legal = {(before, after) for before in INSTALLED for after in TRANSITIONS[before]}
+    seen = set[tuple[State, State]]().union(*(world.transitions for world in worlds))
+    assert seen <= legal
+    assert legal - seen <= {(State.RESTORING, State.INSTALLED), (State.FINISHING, State.FAILED)}, legal - seen
+    for kind in ("retractions", "restores", "capacity_aborts", "prefix_cache_hits"):
+        assert any(world.planner.totals[kind] for world in worlds), kind
+
+
+def test_lives_of_scarcity_lose_no_block_slot_or_image_and_end_as_they_began():
+    worlds = scarcity(events=8_000)
+    assert_all_was_seen(worlds)
+    for world in worlds:
+        world.settle()
+
+
+@pytest.mark.soak
+def test_long_lives_of_scarcity_end_as_they_began():
+    worlds = scarcity(events=150_000)
+    assert_all_was_seen(worlds)
+    assert max(model.retractions for world in worlds for model in world.rooms.values()) >= 3
     for world in worlds:
         world.settle()

@@ -7,7 +7,7 @@ from services.contracts.ids import BLOCK_TOKENS, BlockKey
 from services.contracts.placement import Manifest
 from services.scheduler.decode.capacity import Holding, Load, Pool, choose, growth
 from services.scheduler.decode.events import Failure, ReserveAsked
-from services.scheduler.decode.request import Releasing, Request
+from services.scheduler.decode.request import Releasing, Request, Retracted, Retracting
 from services.scheduler.decode.shape import EngineShape
 from services.scheduler.prefix import held
 
@@ -68,14 +68,16 @@ def manifest(asked: ReserveAsked, shape: EngineShape, pool: Pool, holding: Holdi
 
 
 def _loads(shape: EngineShape, pools: Sequence[Pool], requests: Iterable[Request], keys: Sequence[BlockKey]) -> list[Load]:
-    promised, quarantined = [0] * len(pools), [0] * len(pools)
+    promised, quarantined, closed = [0] * len(pools), [0] * len(pools), [False] * len(pools)
     for request in requests:
-        holding = request.state.holding
-        promised[holding.replica] += request.growth(shape.rows_ahead)
-        if isinstance(request.state, Releasing):
-            quarantined[holding.replica] += len(holding.own_blocks)
+        state, replica = request.state, request.replica
+        promised[replica] += request.growth(shape.rows_ahead)
+        if isinstance(state, Releasing):
+            quarantined[replica] += len(state.holding.own_blocks)
+        elif isinstance(state, Retracting | Retracted):
+            closed[replica] = True
     loads: list[Load] = []
     for pool in pools:
-        found = pool.cache.find(keys)
-        loads.append(Load(pool, promised[pool.replica], quarantined[pool.replica], len(found), held(found)))
+        found, at = pool.cache.find(keys), pool.replica
+        loads.append(Load(pool, promised[at], quarantined[at], len(found), held(found), closed[at]))
     return loads

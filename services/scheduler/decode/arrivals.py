@@ -5,6 +5,7 @@ from services.contracts.lifecycle import State
 from services.scheduler.decode import report
 from services.scheduler.decode.acceptance import Guesses
 from services.scheduler.decode.admission import admit, budget, manifest, refusal
+from services.scheduler.decode.capacity import GROWTH_TOKENS
 from services.scheduler.decode.request import (
     Installed,
     Progress,
@@ -41,6 +42,7 @@ class Arrivals:
         request = rooms.requests[asked.room] = Request(
             asked=asked,
             budget=budget(asked, shape),
+            covered=budget(asked, shape) - 1 <= GROWTH_TOKENS,
             stops=stop_tokens(asked, shape.end_tokens),
             reserved_at=rooms.now,
             deadline=rooms.now + timeout,

@@ -30,6 +30,11 @@ class Holding:
         """Those that the cache does not have."""
         return unshared(self.blocks, self.cached)
 
+    @property
+    def released(self) -> int:
+        """Blocks that become available when the holding is given back."""
+        return len(self.own_blocks) + sum(entry.holders == 1 for entry in self.cached)
+
 
 class Pool:
     """One replica's places, blocks and slots."""
@@ -69,6 +74,22 @@ class Pool:
         holding.blocks += more
         return True
 
+    def lacking(self, holding: Holding, blocks: int) -> int:
+        """How many blocks are not there to bring the holding to `blocks`."""
+        return max(0, blocks - len(holding.blocks) - self.cache.blocks_available)
+
+    def cede(self, holding: Holding, count: int) -> None:
+        """Make `count` of the blocks that the holding would release available, the last ones; the rest stays with it."""
+        enough = self.cache.blocks_available + count
+        while self.cache.blocks_available < enough:
+            block = holding.blocks.pop()
+            if len(holding.blocks) < len(holding.cached):
+                entry = holding.cached.pop()
+                self.cache.let_go([entry])
+                if entry.block == block:
+                    continue
+            self.blocks.free([block])
+
     def final(self, holding: Holding, key: BlockKey) -> None:
         """The rows of the holding's first block that is not cached will not change any more; `key` names it."""
         before = holding.cached[-1] if holding.cached else None
@@ -106,9 +127,21 @@ class Load:
 
     pool: Pool
     promised: int  # blocks that those who hold a place there may still ask for, within GROWTH_TOKENS
-    quarantined: int  # blocks of ended rooms that an agent may still write to
+    quarantined: int = 0  # blocks of ended rooms that an agent may still write to
     found: int = 0  # blocks of the newcomer that are here already
     shared: int = 0  # of them held by others anyway
+    closed: bool = False  # somebody who was there before waits to come back
+
+    def admits(self, need: int) -> bool:
+        """Whether `need` blocks, a place and a slot are there for one more, and everybody can still grow as promised."""
+        pool = self.pool
+        return (
+            not self.closed
+            and pool.places_used < pool.places
+            and pool.cache.slots_available > 0
+            and self.quarantined <= QUARANTINE_SHARE * pool.blocks.capacity
+            and pool.cache.blocks_available - self.promised >= need - self.shared
+        )
 
 
 def growth(position: int, remaining: int, rows: int, held: int) -> int:
@@ -127,7 +160,7 @@ def choose(loads: Sequence[Load], blocks: int, growth_blocks: int) -> Replica | 
     Fewest places taken first, then most blocks that are there already, then most free ones, then the lowest number. Reserved
     requests count like running ones.
     """
-    open_loads = [load for load in loads if _admits(load, blocks + growth_blocks)]
+    open_loads = [load for load in loads if load.admits(blocks + growth_blocks)]
     if not open_loads:
         return None
     return min(open_loads, key=_preference).pool.replica
@@ -136,16 +169,6 @@ def choose(loads: Sequence[Load], blocks: int, growth_blocks: int) -> Replica | 
 def max_request_tokens(num_blocks: int, max_model_len: int, rows: int) -> int:
     """Prompt and new tokens that one request may have on an empty replica."""
     return min(max_model_len, (num_blocks - 1) * BLOCK_TOKENS - (rows - 1))
-
-
-def _admits(load: Load, need: int) -> bool:
-    pool = load.pool
-    return (
-        pool.places_used < pool.places
-        and pool.cache.slots_available > 0
-        and load.quarantined <= QUARANTINE_SHARE * pool.blocks.capacity
-        and pool.cache.blocks_available - load.promised >= need - load.shared
-    )
 
 
 def _preference(load: Load) -> tuple[int, int, int, Replica]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, NewType
 
-from services.contracts.ids import BlockId, BlockKey, GlobalRank, Place, Replica, RequestId, Room, SlotId, Token
+from services.contracts.ids import BlockId, BlockKey, GlobalRank, ImageBlock, Place, Replica, RequestId, Room, SlotId, Token
 from services.contracts.lifecycle import State
 from services.contracts.messages import Failure, Sampling
 from services.contracts.placement import Manifest
@@ -154,6 +154,7 @@ class PlaceTokens:
 class RoundDone:
     round_id: int
     replicas: tuple[tuple[PlaceTokens, ...], ...]  # by replica, rows in the plan's order
+    copied: tuple[Room, ...] = ()  # whose images all ranks have written or read, by replica, in the plan's order
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,14 +287,37 @@ class BlockDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class PlaceRetract:
+    """The place's request goes to its image, and the place is empty."""
+
+    place: Place
+    room: Room
+    position: int  # of its anchor: rows before it are what the image has
+    image: tuple[ImageBlock, ...]  # its data blocks in order, then its KDA state
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceRestore:
+    """The place holds a request that comes back from its image, the first `found` blocks of its table excepted: they have
+    their rows already."""
+
+    install: PlaceInstall
+    found: int
+    image: tuple[ImageBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """One replica's part, in the order in which it takes effect: clears, installs, deltas, then the live rows run."""
+    """One replica's part, in the order in which it takes effect: clears, installs, deltas, retracts, restores, then the live
+    rows run. A block may be read by a retract and named in a delta or a restore, whose rows come after."""
 
     clears: tuple[Place, ...]
     installs: tuple[PlaceInstall, ...]
     deltas: tuple[BlockDelta, ...]
     live: tuple[Place, ...]
     width: Width
+    retracts: tuple[PlaceRetract, ...] = ()
+    restores: tuple[PlaceRestore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

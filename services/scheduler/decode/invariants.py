@@ -6,15 +6,43 @@ from services.contracts.geometry import blocks_for
 from services.contracts.ids import Room
 from services.scheduler.decode.capacity import Pool
 from services.scheduler.decode.events import Client
-from services.scheduler.decode.request import Decoding, Finishing, Installed, Request, Tombstones
+from services.scheduler.decode.images import Image, ImagePool
+from services.scheduler.decode.request import (
+    Decoding,
+    Finishing,
+    Installed,
+    Request,
+    Restoring,
+    Retracted,
+    Retracting,
+    Tombstones,
+)
 from services.scheduler.decode.rounds import LaunchedRound
 
 
 def check_pools(requests: Mapping[Room, Request], pools: Sequence[Pool]) -> None:
     """No place, slot or block is held twice or lost."""
-    holdings = [request.state.holding for request in requests.values()]
+    holdings = [request.state.holding for request in requests.values() if not isinstance(request.state, Retracted)]
     for pool in pools:
         pool.check([holding for holding in holdings if holding.replica == pool.replica])
+
+
+def check_suspended(
+    requests: Mapping[Room, Request], suspended: Sequence[Mapping[Room, Request]], pools: Sequence[ImagePool]
+) -> None:
+    """Every suspended request has an image and nobody else has one; at most one of a replica is on its way back, the one that
+    has waited longest."""
+    for pool, of_replica in zip(pools, suspended, strict=True):
+        images: list[Image] = []
+        for place, (room, request) in enumerate(of_replica.items()):
+            state = request.state
+            assert requests.get(room) is request, f"{room} is suspended and unknown"
+            assert isinstance(state, Retracting | Retracted | Restoring) and state.image.replica == pool.replica
+            assert request.end is None and not (place and isinstance(state, Restoring)), f"{room} comes back out of turn"
+            images.append(state.image)
+        pool.check(images)
+    count = sum(isinstance(request.state, Retracting | Retracted | Restoring) for request in requests.values())
+    assert count == sum(map(len, suspended)), "a suspended request is missing from its replica"
 
 
 def check_residents(
@@ -23,9 +51,11 @@ def check_residents(
     rounds: Sequence[LaunchedRound],
     rows_ahead: int,
 ) -> None:
-    """The residents are the installed requests that go on, each with the rows that its next round writes."""
+    """The residents are the installed requests that go on. Somebody has the rows that the next round writes, or something else
+    on the replica moves: nobody waits for ever."""
     for replica, of_replica in enumerate(residents):
         orders: list[int] = []
+        ready: list[bool] = []
         for room, request in of_replica.items():
             state = request.state
             assert requests.get(room) is request, f"{room} is resident and unknown"
@@ -33,9 +63,12 @@ def check_residents(
             assert request.attached, f"{room} goes on for nobody"
             assert request.end is None and state.progress.completion < request.budget, f"{room} should have ended"
             rows = state.progress.position + rows_ahead
-            assert rounds or len(state.holding.blocks) >= blocks_for(rows), f"{room} lacks a block"
+            ready.append(len(state.holding.blocks) >= blocks_for(rows))
             orders.append(state.progress.order)
         assert orders == sorted(orders), f"replica {replica}: residents are not in the order of their installation"
+        still = (Installed, Decoding, Retracted)
+        moves = any(it.replica == replica and not isinstance(it.state, still) for it in requests.values())
+        assert rounds or not ready or any(ready) or moves, f"replica {replica} stands still"
     count = sum(isinstance(request.state, Installed | Decoding) for request in requests.values())
     assert count == sum(map(len, residents)), "a resident is missing from its replica"
 
@@ -46,14 +79,18 @@ def check_rounds(requests: Mapping[Room, Request], rounds: Sequence[LaunchedRoun
     ids = [launched.round_id for launched in rounds]
     assert len(ids) <= 2 and ids == list(range(ids[0], ids[0] + len(ids)) if ids else ()), f"rounds {ids} are out"
     out = {room: (place, launched.round_id) for launched in rounds for rows in launched.rows for place, room in rows}
+    copied = {room: launched.round_id for launched in rounds for room in launched.copied}
     for room, request in requests.items():
         state = request.state
         if room in out:
             assert isinstance(state, Decoding | Finishing), f"{room} is in a round that is out"
             assert out.pop(room) == (state.holding.place, state.round_id), f"{room} is not where its last round runs"
+        elif room in copied:
+            assert isinstance(state, Retracting | Restoring | Finishing), f"{room} is not copied any more"
+            assert copied.pop(room) == state.round_id, f"{room} is copied by another round"
         else:
             assert not isinstance(state, Finishing), f"{room} waits for a round that is not out"
-    assert not out, f"rooms left while their round is out: {out}"
+    assert not out and not copied, f"rooms left while their round is out: {out}, {copied}"
 
 
 def check_clients(requests: Mapping[Room, Request], clients: Mapping[Client, Room], tombstones: Tombstones) -> None:

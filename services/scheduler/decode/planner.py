@@ -1,6 +1,6 @@
 """The decode scheduler's decisions: who gets a place, what the next round runs, when a request ends and is let go of
-(spec scheduling §3, §4, §6). The states and their picture are in request.py, what happens in them in arrivals.py and
-residents.py; here are the doors, the table, and what concerns the engine as a whole."""
+(spec scheduling §3, §4, §6). The states and their picture are in request.py, what happens in them in arrivals.py,
+residents.py and suspended.py; here are the doors, the table, and what concerns the engine as a whole."""
 
 from collections.abc import Callable
 from itertools import product
@@ -12,17 +12,19 @@ from services.contracts.ids import RequestId
 from services.scheduler.alarm import Alarm
 from services.scheduler.decode.arrivals import DRAIN_S, Arrivals
 from services.scheduler.decode.request import (
-    Decoding,
-    Installed,
     Phase,
     Receiving,
     Releasing,
     Request,
     Reserved,
+    Restoring,
+    Retracted,
+    Retracting,
 )
 from services.scheduler.decode.residents import Residents
 from services.scheduler.decode.rooms import Rooms
 from services.scheduler.decode.shape import EngineShape
+from services.scheduler.decode.suspended import Suspensions
 
 ROUND_S = 120.0  # the workers answer a round within this, or the engine is lost
 
@@ -40,7 +42,8 @@ class DecodePlanner:
         self.alarm = Alarm()
         self._rooms = Rooms(shape)
         self._arrivals = Arrivals(self._rooms)
-        self._residents = Residents(self._rooms)
+        self._suspensions = Suspensions(self._rooms)
+        self._residents = Residents(self._rooms, self._suspensions)
         self._refused: dict[ev.Pair, None] = {}  # who waits for capacity, in the order of asking
         self._emptied_due = False
         self._lost = False
@@ -54,6 +57,7 @@ class DecodePlanner:
         if not self._lost:
             self._handlers[type(event)](event)
             self._residents.secure_next_rows()
+            self._suspensions.restore()
             self._tell_who_waits()
         return self._rooms.effects
 
@@ -87,8 +91,11 @@ class DecodePlanner:
         return self._rooms.counters()
 
     def cache(self) -> dict[str, int]:
-        """What the prefix caches have; it stays when nobody is here."""
-        return {"cached_blocks": sum(pool.cache.cached_blocks for pool in self._rooms.pools)}
+        """What stays when nobody is here: what the prefix caches have, and the host memory for images."""
+        return {
+            "cached_blocks": sum(pool.cache.cached_blocks for pool in self._rooms.pools),
+            "image_blocks": sum(images.capacity for images in self._rooms.images),
+        }
 
     def check(self) -> None:
         """Every invariant; raises AssertionError."""
@@ -122,7 +129,7 @@ class DecodePlanner:
         for request in [r for r in self._rooms if r.asked.pair == event.pair]:
             request.awaited = False
             request.orphaned = isinstance(request.state, Reserved | Receiving | Releasing)
-            if not isinstance(request.state, Installed | Decoding):
+            if isinstance(request.state, Reserved | Receiving | Releasing):
                 message = f"prefill engine {engine} was lost before its request was handed over ({event.reason}); try again"
                 self._end(request, ev.Failure("engine_lost", message))
 
@@ -177,6 +184,8 @@ class DecodePlanner:
             match request.state:
                 case Reserved() | Receiving() | Releasing():
                     self._arrivals.lose(request, failure)
+                case Retracting() | Retracted() | Restoring():
+                    self._suspensions.lose(request, failure)
                 case _:
                     self._residents.lose(request, failure)
         self._rooms.requests.clear()
@@ -234,6 +243,7 @@ class DecodePlanner:
 
     def _table_of_states(self) -> dict[tuple[Phase, type], RoomHandler]:
         arrivals, residents, ignore = self._arrivals, self._residents, self._rooms.ignore
+        suspended = (Phase.RETRACTING, Phase.RETRACTED, Phase.RESTORING)
         return {
             (Phase.RESERVED, ev.AgentRankReady): arrivals.rank_ready,
             (Phase.RESERVED, ev.AgentRoomFailed): arrivals.rank_failed,
@@ -249,11 +259,12 @@ class DecodePlanner:
             (Phase.RELEASING, ev.EndAsked): _ends_already,
             (Phase.INSTALLED, ev.EndAsked): residents.end,
             (Phase.DECODING, ev.EndAsked): residents.end,
+            **dict.fromkeys(product(suspended, (ev.EndAsked,)), self._suspensions.end),
             (Phase.FINISHING, ev.EndAsked): _ends_already,
             # an installed request needs its agents no more
             **dict.fromkeys(
                 product(
-                    (Phase.INSTALLED, Phase.DECODING, Phase.FINISHING),
+                    (Phase.INSTALLED, Phase.DECODING, *suspended, Phase.FINISHING),
                     (ev.AgentRankReady, ev.AgentRoomFailed, ev.AgentDrained),
                 ),
                 ignore,

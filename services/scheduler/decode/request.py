@@ -1,15 +1,19 @@
 """One request on the decode engine: its states, each with the resources that it holds, and its stop rules.
 
-    RESERVED ──first rank ready──► RECEIVING ──all ranks agree──► INSTALLED ──first plan──► DECODING
-        │                              │                              │                        │
-        └──── cancel, failure, loss ───┴──► RELEASING                 └── stop, cancel, abort ─┴─► FINISHING
+    RESERVED ──first rank ready──► RECEIVING ──all ranks agree──► INSTALLED ──first plan──► DECODING ◄──copied back── RESTORING
+        │                              │                              │                       │ └─blocks─► RETRACTING     ▲
+        │                              │                              │                       │   ran out      │ copied   │ fits
+        │                              │                              │                       │                ▼          │
+        │                              │                              │                       │            RETRACTED ─────┘
+        └──── cancel, failure, loss ───┴──► RELEASING                 └── stop, cancel, abort ┴─► FINISHING ◄─ cancel of any
                                                │ all agents drained                                  │ launched round landed
                                                ▼                                                     ▼
                                               gone                                                  gone
 
 A room that is not installed leaves through RELEASING: its agents may still write to its blocks until they say Drained.
 An installed one leaves through FINISHING: the workers may still write until the launched round has landed. A room whose
-client has not attached is not installed.
+client has not attached is not installed. RETRACTING, RETRACTED and RESTORING requests are suspended: they have an image in
+host memory, which is free in the step in which they end.
 """
 
 from collections import OrderedDict
@@ -19,11 +23,12 @@ from enum import Enum, auto
 from math import inf
 from typing import ClassVar
 
-from services.contracts.ids import GlobalRank, Room, Token
+from services.contracts.ids import BlockId, GlobalRank, Replica, Room, Token
 from services.contracts.lifecycle import RANK, State
 from services.scheduler.decode.acceptance import Guesses
 from services.scheduler.decode.capacity import Holding, growth
 from services.scheduler.decode.events import AgentRankReady, Client, Drafts, End, Failure, Finished, ReserveAsked
+from services.scheduler.decode.images import Image
 
 PROGRESS_S = 30.0  # between the first rank that is ready and the next, and until the room is installed or cancelled
 TOMBSTONES = 4096
@@ -34,6 +39,9 @@ class Phase(Enum):
     RECEIVING = auto()
     INSTALLED = auto()
     DECODING = auto()
+    RETRACTING = auto()
+    RETRACTED = auto()
+    RESTORING = auto()
     FINISHING = auto()
     RELEASING = auto()
 
@@ -70,6 +78,7 @@ class Progress:
     drafted: int = 0  # proposals in them
     accepted_at: list[int] = field(default_factory=list[int])  # windows whose first k proposals were right, k from 1
     guesses: Guesses = field(default_factory=Guesses)
+    unmoved: bool = False  # it came back from its image, and has had no round since
 
     def count_window(self, drafted: int, right: int) -> None:
         """A round verified `drafted` proposals, and the first `right` of them were what the target chose."""
@@ -103,6 +112,32 @@ class Decoding:
 
 
 @dataclass(slots=True)
+class Retracting:
+    phase: ClassVar = Phase.RETRACTING
+    holding: Holding  # without what it ceded; the rest stays until all ranks have the image
+    progress: Progress
+    image: Image
+    table: frozenset[BlockId]  # what the copy reads, ceded blocks among it
+    round_id: int | None = None  # the round that copies; None: not planned yet
+
+
+@dataclass(slots=True)
+class Retracted:
+    phase: ClassVar = Phase.RETRACTED
+    progress: Progress
+    image: Image
+
+
+@dataclass(slots=True)
+class Restoring:
+    phase: ClassVar = Phase.RESTORING
+    holding: Holding
+    progress: Progress
+    image: Image
+    round_id: int | None = None  # the round that copies; None: not planned yet
+
+
+@dataclass(slots=True)
 class Finishing:
     phase: ClassVar = Phase.FINISHING
     holding: Holding
@@ -119,7 +154,8 @@ class Releasing:
     drained_by: float
 
 
-AnyState = Reserved | Receiving | Installed | Decoding | Finishing | Releasing
+Suspended = Retracting | Retracted | Restoring
+AnyState = Reserved | Receiving | Installed | Decoding | Suspended | Finishing | Releasing
 
 
 @dataclass(slots=True)
@@ -140,10 +176,16 @@ class Request:
     orphaned: bool = False  # its prefill scheduler is gone
     awaited: bool = False  # installed, yet P waits for its RoomEnded
     step: int = 0  # version of the last ledger write
+    covered: bool = False  # when it came in last, or came back, there was room for all that it may still say
+    retractions: int = 0
 
     @property
     def room(self) -> Room:
         return self.asked.room
+
+    @property
+    def replica(self) -> Replica:
+        return self.state.image.replica if isinstance(self.state, Retracted) else self.state.holding.replica
 
     def next_step(self, state: State) -> int:
         """The version under which `state` is written."""
@@ -155,7 +197,7 @@ class Request:
         match self.state:
             case Reserved() | Receiving():
                 return growth(self.asked.prompt_tokens, self.budget - 1, rows, len(self.state.holding.blocks))
-            case Installed() | Decoding():
+            case Installed() | Decoding() | Restoring():
                 progress = self.state.progress
                 return growth(progress.position, self.budget - progress.completion, rows, len(self.state.holding.blocks))
             case _:
@@ -168,7 +210,7 @@ class Request:
     @property
     def due(self) -> float:
         """When the request is out of time if nothing happens; infinite while it ends."""
-        if not isinstance(self.state, Reserved | Receiving | Installed | Decoding):
+        if not isinstance(self.state, Reserved | Receiving | Installed | Decoding | Suspended):
             return inf
         due = self.deadline if self.attached else min(self.deadline, self.attach_by)
         return min(due, self.state.progressed_at + PROGRESS_S) if isinstance(self.state, Receiving) else due

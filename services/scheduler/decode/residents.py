@@ -1,23 +1,26 @@
 """Rounds, and the requests that live in them until they end (spec scheduling §3.1, §3.5)."""
 
+from collections.abc import Sequence
+
 import services.scheduler.decode.events as ev
 from services.contracts.geometry import blocks_for
-from services.contracts.ids import BLOCK_TOKENS, Token
+from services.contracts.ids import BLOCK_TOKENS, Replica, Token
 from services.contracts.lifecycle import State
 from services.scheduler.block_keys import token_bytes
-from services.scheduler.decode import report
 from services.scheduler.decode.acceptance import Verdict
 from services.scheduler.decode.capacity import Holding, Pool
-from services.scheduler.decode.request import Decoding, Finishing, Installed, Progress, Request
+from services.scheduler.decode.request import Decoding, Finishing, Installed, Progress, Request, Retracted
+from services.scheduler.decode.retraction import data_blocks, newest_that_helps, victims
 from services.scheduler.decode.rooms import Rooms
 from services.scheduler.decode.rounds import blocks_next, launch, mismatch, surely_ends
+from services.scheduler.decode.suspended import Suspensions
 
 
 class Residents:
     """Handlers of rooms that are INSTALLED, DECODING or FINISHING, and of the rounds that they take part in."""
 
-    def __init__(self, rooms: Rooms):
-        self._rooms = rooms
+    def __init__(self, rooms: Rooms, suspensions: Suspensions):
+        self._rooms, self._suspensions = rooms, suspensions
         self._rounds_launched = 0
 
     def plan(self, now: float) -> ev.RoundPlan | None:
@@ -30,7 +33,9 @@ class Residents:
             if new:
                 rooms.widths.joined(pool.replica, new / len(residents))
         out = rooms.rounds[-1] if rooms.rounds else None
-        launched = launch(self._rounds_launched + 1, rooms.shape, rooms.pools, rooms.residents, out, rooms.widths, now)
+        launched = launch(
+            self._rounds_launched + 1, rooms.shape, rooms.pools, rooms.residents, rooms.suspended, out, rooms.widths, now
+        )
         if launched is None:
             return None
         self._rounds_launched += 1
@@ -82,9 +87,11 @@ class Residents:
                         self._advance(request, progress, entry, width.width)
                     case Finishing(holding=holding, progress=progress, round_id=last):
                         if last == done.round_id:
-                            self._leave(request, holding, progress)
+                            self._rooms.leave(request, progress, holding)
                     case state:
                         raise RuntimeError(f"room {room} was in round {done.round_id} and is {state.phase.name} now")
+        for room in done.copied:
+            self._suspensions.copied(self._rooms.requests[room])
         if any(launched.rows):
             self._rooms.widths.done(seconds, verdicts)
         return None
@@ -94,6 +101,7 @@ class Residents:
             self._rooms.write(request, State.DECODING)
         self._count_acceptance(progress, width - 1, len(entry.tokens) - 1)
         progress.rounds += 1
+        progress.unmoved = False
         tokens, end = request.accept(progress, entry.tokens)
         progress.position += len(entry.tokens)
         progress.window, progress.usable = entry.window, len(entry.window)
@@ -142,24 +150,77 @@ class Residents:
 
     # ---- capacity
     def secure_next_rows(self) -> None:
-        """Give every resident the blocks of its next round; the oldest first, at the cost of the newest."""
+        """Give every resident the blocks of its next round, the oldest first. Who gets none waits while others can go on."""
         if self._rooms.rounds:
-            return  # nobody may be aborted now, and nobody's position is known
-        for pool, residents in zip(self._rooms.pools, self._rooms.residents, strict=True):
-            for room in list(residents):
-                while (request := residents.get(room)) is not None and not self._grow(pool, request):
-                    self._abort(pool, residents[next(reversed(residents))])
+            return  # nobody's position is known, and nobody may be suspended or aborted
+        for pool in self._rooms.pools:
+            while (blocked := self._grow_all(pool)) is not None and not self._moves(pool.replica):
+                self._make_room(pool, blocked, standstill=True)
+
+    def _grow_all(self, pool: Pool) -> Request | None:
+        """-> the oldest that has to wait."""
+        residents, blocked = self._rooms.residents[pool.replica], None
+        for room in list(residents):
+            while (request := residents.get(room)) is not None and not self._grow(pool, request):
+                if not self._make_room(pool, request):
+                    blocked = blocked or request
+                    break
+        return blocked if blocked is not None and blocked.room in residents else None
 
     def _grow(self, pool: Pool, request: Request) -> bool:
+        holding, blocks = self._next_blocks(request)
+        return pool.grow(holding, blocks)
+
+    def _next_blocks(self, request: Request) -> tuple[Holding, int]:
+        """What it holds, and how many blocks its next round takes."""
         state = request.state
         assert isinstance(state, Installed | Decoding)
-        return pool.grow(state.holding, blocks_for(state.progress.position + self._rooms.shape.rows_ahead))
+        return state.holding, blocks_for(state.progress.position + self._rooms.shape.rows_ahead)
 
-    def _abort(self, pool: Pool, newest: Request) -> None:
+    def _make_room(self, pool: Pool, request: Request, standstill: bool = False) -> bool:
+        """Free the blocks that a resident lacks, at somebody's cost; False if it had better wait."""
+        rooms = self._rooms
+        residents, images = list(rooms.residents[pool.replica].values()), rooms.images[pool.replica]
+        lacking = pool.lacking(*self._next_blocks(request))
+        if self._suspensions.cede(pool, lacking):
+            return True
+        candidates = victims(residents, request, lacking, standstill) if images.capacity else []
+        shortfalls: list[str] = []
+        for victim in candidates:
+            assert isinstance(victim.state, Decoding)
+            shortfall = images.shortfall(data_blocks(victim.state.progress))
+            if not shortfall:
+                self._suspensions.retract(pool, victim, lacking)
+                return True
+            shortfalls.append(shortfall)
+        if images.capacity and not candidates and not standstill:
+            return False
+        self._abort(pool, newest_that_helps(residents, request, lacking), shortfalls)
+        return True
+
+    def _moves(self, replica: Replica) -> bool:
+        """Whether somebody who holds blocks there goes on by itself."""
+        for request in self._rooms.requests.values():
+            if request.replica == replica and not isinstance(request.state, Retracted):
+                if not isinstance(request.state, Installed | Decoding):
+                    return True
+                holding, blocks = self._next_blocks(request)
+                if len(holding.blocks) >= blocks:
+                    return True
+        return False
+
+    def _abort(self, pool: Pool, newest: Request, shortfalls: Sequence[str]) -> None:
         self._rooms.totals["capacity_aborts"] += 1
+        images = self._rooms.images[pool.replica]
+        if not images.capacity:
+            why = "none can be suspended (give --retraction-snapshot-ratio above 0)"
+        elif shortfalls:
+            why = f"none can be suspended: {shortfalls[-1]}"
+        else:
+            why = "none that may be suspended would help"
         message = (
-            f"decode replica {pool.replica} has no free block left of {pool.blocks.capacity}, and this request is the newest "
-            "of those that grow there; try again, or give the decode engine more blocks or a lower --max-num-seqs"
+            f"decode replica {pool.replica} has no free block left of {pool.blocks.capacity}, this request is the newest of "
+            f"those that grow there, and {why}; try again, or give the decode engine more blocks or a lower --max-num-seqs"
         )
         self._finish(newest, ev.Failure("capacity_aborted", message))
 
@@ -179,24 +240,12 @@ class Residents:
             if self._rooms.rounds and state.round_id >= self._rooms.rounds[0].round_id:
                 request.state = Finishing(state.holding, state.progress, state.round_id)
                 return
-        self._leave(request, state.holding, state.progress)
+        self._rooms.leave(request, state.progress, state.holding)
 
     def lose(self, request: Request, failure: ev.Failure) -> None:
         """The engine is gone: no round is out any more."""
         match request.state:
             case Finishing(holding=holding, progress=progress):
-                self._leave(request, holding, progress)
+                self._rooms.leave(request, progress, holding)
             case _:
                 self._finish(request, failure)
-
-    def _leave(self, request: Request, holding: Holding, progress: Progress) -> None:
-        rooms, end = self._rooms, request.end
-        assert isinstance(end, ev.Finished | ev.Failure)
-        rooms.give_back(holding)
-        state, fields = report.ended(end, progress)
-        rooms.write(request, state, fields)
-        kinds = {State.FINISHED: "requests_finished", State.CANCELLED: "requests_cancelled"}
-        rooms.totals[kinds.get(state, "requests_failed")] += 1
-        if request.awaited:
-            rooms.emit(ev.RoomEnded(request.asked.pair, request.room, end if isinstance(end, ev.Failure) else None))
-        rooms.forget(request)

@@ -9,14 +9,24 @@ from services.contracts.ids import Replica, Room, Token
 from services.contracts.lifecycle import State
 from services.scheduler.decode import invariants, report
 from services.scheduler.decode.capacity import Holding, Pool
-from services.scheduler.decode.request import Phase, Releasing, Request, Tombstones
+from services.scheduler.decode.images import ImagePool
+from services.scheduler.decode.request import (
+    Decoding,
+    Installed,
+    Phase,
+    Progress,
+    Releasing,
+    Request,
+    Retracting,
+    Tombstones,
+)
 from services.scheduler.decode.rounds import LaunchedRound
 from services.scheduler.decode.shape import EngineShape
 from services.scheduler.decode.widths import Widths
 
 TOTALS = (
     "rounds", "tokens", "requests_finished", "requests_failed", "requests_cancelled", "capacity_aborts",
-    "reservations_refused", "late_messages",
+    "retractions", "restores", "reservations_refused", "late_messages",
     "prefix_cache_queries", "prefix_cache_hits",
 )  # fmt: skip
 
@@ -40,7 +50,11 @@ class Rooms:
         self.totals: dict[str, int] = dict.fromkeys((*TOTALS, *acceptance_totals(shape.verify_width)), 0)
         self.widths = Widths(shape.replicas, shape.verify_width, shape.adaptive)
         self.pools = [Pool(Replica(r), shape.places, shape.num_blocks, shape.num_slots) for r in range(shape.replicas)]
+        self.images = [
+            ImagePool(Replica(r), shape.image_blocks, shape.state_blocks, shape.places) for r in range(shape.replicas)
+        ]
         self.requests: dict[Room, Request] = {}
+        self.suspended: list[dict[Room, Request]] = [{} for _ in range(shape.replicas)]  # the longest first
         self.residents: list[dict[Room, Request]] = [{} for _ in range(shape.replicas)]  # installed and going on, newest last
         self.clients: dict[ev.Client, Room] = {}
         self.tombstones = Tombstones()
@@ -76,9 +90,41 @@ class Rooms:
         """A message that came too late to matter."""
         self.totals["late_messages"] += 1
 
+    def seat(self, request: Request, replica: Replica) -> None:
+        """A request is among its replica's residents again, the newest last."""
+        residents = self.residents[replica]
+        younger = [room for room, other in residents.items() if _order(other) > _order(request)]
+        residents[request.room] = request
+        for room in younger:
+            residents[room] = residents.pop(room)
+
     def give_back(self, holding: Holding) -> None:
+        self._keep_unread(holding)
         self.pools[holding.replica].give_back(holding)
         self.capacity_freed = True
+
+    def _keep_unread(self, holding: Holding) -> None:
+        """Blocks that a copy still to be planned has to read do not become free: they go back to the request they are of."""
+        for request in self.suspended[holding.replica].values():
+            state = request.state
+            if isinstance(state, Retracting) and state.round_id is None:
+                unread = [block for block in holding.own_blocks if block in state.table]
+                holding.blocks = [block for block in holding.blocks if block not in unread]
+                state.holding.blocks += unread
+
+    def leave(self, request: Request, progress: Progress, holding: Holding | None) -> None:
+        """An installed request that has ended is gone, with what it holds."""
+        end = request.end
+        assert isinstance(end, ev.Finished | ev.Failure)
+        if holding is not None:
+            self.give_back(holding)
+        state, fields = report.ended(end, progress)
+        self.write(request, state, fields)
+        kinds = {State.FINISHED: "requests_finished", State.CANCELLED: "requests_cancelled"}
+        self.totals[kinds.get(state, "requests_failed")] += 1
+        if request.awaited:
+            self.emit(ev.RoomEnded(request.asked.pair, request.room, end if isinstance(end, ev.Failure) else None))
+        self.forget(request)
 
     def forget(self, request: Request) -> None:
         assert request.end is not None
@@ -124,6 +170,11 @@ class Rooms:
         """When the first of the rounds that are out began to run."""
         return max(self.rounds[0].launched_at, self.landed_at)
 
+    def promised(self, replica: Replica) -> int:
+        """Blocks that those who hold a place there may still ask for soon."""
+        rows = self.shape.rows_ahead
+        return sum(request.growth(rows) for request in self.requests.values() if request.replica == replica)
+
     def due(self, request: Request) -> float:
         """When time alone changes the request; infinite if never."""
         match request.state:
@@ -143,16 +194,24 @@ class Rooms:
             "reserved": phases.count(Phase.RESERVED),
             "receiving": phases.count(Phase.RECEIVING),
             "resident": phases.count(Phase.INSTALLED) + phases.count(Phase.DECODING),
+            "retracted": sum(map(len, self.suspended)),
             "finishing": phases.count(Phase.FINISHING),
             "rounds_out": len(self.rounds),
             "quarantined": phases.count(Phase.RELEASING),
             "blocks_used": sum(pool.cache.blocks_in_use for pool in self.pools),
             "slots_used": sum(pool.cache.slots_in_use for pool in self.pools),
             "places_used": sum(pool.places_used for pool in self.pools),
+            "image_blocks_used": sum(images.used for images in self.images),
         }
 
     def check(self) -> None:
         invariants.check_pools(self.requests, self.pools)
+        invariants.check_suspended(self.requests, self.suspended, self.images)
         invariants.check_residents(self.requests, self.residents, self.rounds, self.shape.rows_ahead)
         invariants.check_rounds(self.requests, self.rounds)
         invariants.check_clients(self.requests, self.clients, self.tombstones)
+
+
+def _order(resident: Request) -> int:
+    assert isinstance(resident.state, Installed | Decoding)
+    return resident.state.progress.order

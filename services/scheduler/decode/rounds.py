@@ -12,6 +12,7 @@ from services.contracts.geometry import blocks_for
 from services.contracts.ids import Place, Room
 from services.scheduler.decode.buckets import RoundMode, shape_of
 from services.scheduler.decode.capacity import Pool
+from services.scheduler.decode.copies import copies, is_due
 from services.scheduler.decode.events import BlockDelta, PlaceInstall, ReplicaPlan, RoundDone, RoundPlan
 from services.scheduler.decode.request import Decoding, Installed, Request
 from services.scheduler.decode.shape import EngineShape
@@ -29,6 +30,7 @@ class LaunchedRound:
     launched_at: float
     rows: tuple[tuple[Row, ...], ...]  # by replica, in the plan's order
     widths: tuple[Width, ...]  # by replica
+    copied: tuple[Room, ...] = ()  # whose images are written or read, in the plan's order
 
 
 def launch(
@@ -36,35 +38,41 @@ def launch(
     shape: EngineShape,
     pools: Sequence[Pool],
     residents: Sequence[dict[Room, Request]],
+    suspended: Sequence[dict[Room, Request]],
     out: LaunchedRound | None,
     widths: Widths,
     now: float,
 ) -> tuple[RoundPlan, LaunchedRound] | None:
-    """Build the round of all residents that `out`, the round before it if that still runs, does not surely end, and mark them
-    as being in it; None if there is nothing to do on any replica.
+    """Build the round of all residents that have the blocks for it and that `out`, the round before it if that still runs, does
+    not surely end, and mark them as being in it; None if there is nothing to do on any replica.
 
-    Every replica takes part, with the same bucket. Places that ended since the last round are cleared along with it; where
-    nobody lives any more, by a round of bucket 0, in which nothing runs.
+    Every replica takes part, with the same bucket. Places that ended since the last round are cleared along with it, and images
+    are copied; where nobody can run, by a round of bucket 0, in which nothing does.
     """
-    going_on = [[request for request in requests.values() if not surely_ends(request, out)] for requests in residents]
+    going_on = [[it for it in requests.values() if _goes_on(it, shape, out)] for requests in residents]
     live_rows = [len(requests) for requests in going_on]
     size = shape_of(live_rows, shape.buckets, shape.graphs)
     if size is not None:
         how_wide = widths.plan(size[0], live_rows, [_shortest_window(requests, out) for requests in going_on])
+    elif any(is_due(it) for requests in suspended for it in requests.values()):
+        size, how_wide = CLEAR_ONLY, (IDLE,) * len(pools)
     elif any(pool.clears for pool in pools) and not any(residents):
         size, how_wide = CLEAR_ONLY, (IDLE,) * len(pools)
     else:
         return None
     parts: list[ReplicaPlan] = []
     rows: list[tuple[Row, ...]] = []
-    for pool, requests, width in zip(pools, going_on, how_wide, strict=True):
+    copied: list[Room] = []
+    for pool, requests, away, width in zip(pools, going_on, suspended, how_wide, strict=True):
         ordered = sorted(requests, key=_place)
-        installs, deltas = _changes(ordered, round_id, shape, out)
+        installs, deltas = _changes(ordered, round_id)
+        retracts, restores = copies(away.values(), round_id)
+        copied += [it.room for it in retracts] + [it.install.room for it in restores]
         live = tuple(_place(request) for request in ordered)
-        parts.append(ReplicaPlan(tuple(sorted(pool.clears)), installs, deltas, live, width))
+        parts.append(ReplicaPlan(tuple(sorted(pool.clears)), installs, deltas, live, width, retracts, restores))
         rows.append(tuple(zip(live, (request.room for request in ordered), strict=True)))
         pool.clears.clear()
-    return RoundPlan(round_id, *size, tuple(parts)), LaunchedRound(round_id, now, tuple(rows), how_wide)
+    return RoundPlan(round_id, *size, tuple(parts)), LaunchedRound(round_id, now, tuple(rows), how_wide, tuple(copied))
 
 
 def mismatch(launched: LaunchedRound | None, done: RoundDone) -> str | None:
@@ -76,6 +84,8 @@ def mismatch(launched: LaunchedRound | None, done: RoundDone) -> str | None:
     answered = [[entry.place for entry in entries] for entries in done.replicas]
     if answered != expected:
         return f"round {done.round_id} ran places {expected}, but {answered} were answered"
+    if done.copied != launched.copied:
+        return f"round {done.round_id} copied the images of rooms {launched.copied}, but {done.copied} were answered"
     for it, entries in zip(launched.widths, done.replicas, strict=True):
         window = 1 + it.proposals
         for entry in entries:
@@ -87,9 +97,7 @@ def mismatch(launched: LaunchedRound | None, done: RoundDone) -> str | None:
     return None
 
 
-def _changes(
-    requests: Iterable[Request], round_id: int, shape: EngineShape, out: LaunchedRound | None
-) -> tuple[tuple[PlaceInstall, ...], tuple[BlockDelta, ...]]:
+def _changes(requests: Iterable[Request], round_id: int) -> tuple[tuple[PlaceInstall, ...], tuple[BlockDelta, ...]]:
     """What the workers do not know yet of these requests; afterwards they do."""
     installs: list[PlaceInstall] = []
     deltas: list[BlockDelta] = []
@@ -97,7 +105,6 @@ def _changes(
         state = request.state
         assert isinstance(state, Installed | Decoding)
         holding, progress = state.holding, state.progress
-        assert len(holding.blocks) >= blocks_next(request, shape, out), f"{request.room} lacks a block"
         if isinstance(state, Installed):
             installs.append(
                 PlaceInstall(
@@ -129,6 +136,12 @@ def blocks_next(request: Request, shape: EngineShape, out: LaunchedRound | None)
     part = _part_in(request, out)
     moved = 0 if part is None else part.width
     return blocks_for(request.state.progress.position + moved + shape.rows_ahead)
+
+
+def _goes_on(request: Request, shape: EngineShape, out: LaunchedRound | None) -> bool:
+    """Whether it is in the next round: it has not surely ended by then, and has the blocks. Without them it waits."""
+    assert isinstance(request.state, Installed | Decoding)
+    return not surely_ends(request, out) and len(request.state.holding.blocks) >= blocks_next(request, shape, out)
 
 
 def _shortest_window(requests: Iterable[Request], out: LaunchedRound | None) -> int:
