@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from k3mesh.v1 import common_pb2 as k3mesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16k3mesh/v1/worker.proto\x12\tk3mesh.v1\x1a\x16k3mesh/v1/common.proto\"\xd0\x01\n\rWorkerCommand\x12\r\n\x05\x66\x65nce\x18\x01 \x01(\x04\x12)\n\tintroduce\x18\x02 \x01(\x0b\x32\x14.k3mesh.v1.IntroduceH\x00\x12)\n\x07prefill\x18\x03 \x01(\x0b\x32\x16.k3mesh.v1.PrefillStepH\x00\x12%\n\x05round\x18\x04 \x01(\x0b\x32\x14.k3mesh.v1.RoundPlanH\x00\x12(\n\x06\x66orget\x18\x05 \x01(\x0b\x32\x16.k3mesh.v1.ForgetRoomsH\x00\x42\t\n\x07\x63ommand\"\xb6\x01\n\x0cWorkerReport\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.k3mesh.v1.WorkerHelloH\x00\x12#\n\x04step\x18\x02 \x01(\x0b\x32\x13.k3mesh.v1.StepDoneH\x00\x12\'\n\x05round\x18\x03 \x01(\x0b\x32\x16.k3mesh.v1.RoundResultH\x00\x12%\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x12.k3mesh.v1.FailureH\x00\x42\x08\n\x06report\"\x1e\n\tIntroduce\x12\x11\n\tscheduler\x18\x01 \x01(\t\"\xf6\x01\n\x0bWorkerHello\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x11\n\tnum_slots\x18\x05 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x12\n\nmodel_name\x18\x07 \x01(\t\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x15\n\rend_token_ids\x18\t \x03(\r\x12\x14\n\x0cmax_position\x18\n \x01(\r\x12\x19\n\x11\x64raft_fingerprint\x18\x0b \x01(\t\"A\n\x0bPrefillStep\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12!\n\x04rows\x18\x02 \x03(\x0b\x32\x13.k3mesh.v1.ChunkRow\"\x93\x02\n\x08\x43hunkRow\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04room\x18\x02 \x01(\x06\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x0e\n\x06tokens\x18\x06 \x01(\x0c\x12\x12\n\nnew_blocks\x18\x07 \x03(\r\x12\x0c\n\x04slot\x18\x08 \x01(\r\x12%\n\x08sampling\x18\t \x01(\x0b\x32\x13.k3mesh.v1.Sampling\x12\x15\n\rprefix_tokens\x18\n \x01(\r\x12\x12\n\nnext_token\x18\x0b \x01(\r\x12\x11\n\tload_slot\x18\x0c \x01(\r\x12\x11\n\tsave_slot\x18\r \x01(\r\x12\x11\n\tproposals\x18\x0e \x01(\r\"w\n\x08StepDone\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07started\x18\x03 \x01(\x01\x12\r\n\x05\x65nded\x18\x04 \x01(\x01\x12+\n\x0c\x66irst_tokens\x18\x05 \x03(\x0b\x32\x15.k3mesh.v1.FirstToken\"9\n\nFirstToken\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\r\n\x05token\x18\x02 \x01(\r\x12\x0e\n\x06window\x18\x03 \x03(\r\"\x1c\n\x0b\x46orgetRooms\x12\r\n\x05rooms\x18\x01 \x03(\x06\"\xfb\x01\n\tRoundPlan\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\r\x12\"\n\x04mode\x18\x03 \x01(\x0e\x32\x14.k3mesh.v1.RoundMode\x12)\n\x08installs\x18\x04 \x03(\x0b\x32\x17.k3mesh.v1.PlaceInstall\x12\x0e\n\x06\x63lears\x18\x05 \x03(\r\x12%\n\x06\x64\x65ltas\x18\x06 \x03(\x0b\x32\x15.k3mesh.v1.BlockDelta\x12\x0c\n\x04live\x18\x07 \x03(\r\x12\r\n\x05width\x18\x08 \x01(\r\x12\x11\n\tproposals\x18\t \x01(\r\x12\x16\n\x0emost_proposals\x18\n \x01(\r\"\x92\x01\n\x0cPlaceInstall\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0c\n\x04room\x18\x02 \x01(\x06\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x10\n\x08position\x18\x05 \x01(\r\x12\x0e\n\x06window\x18\x06 \x03(\r\x12%\n\x08sampling\x18\x07 \x01(\x0b\x32\x13.k3mesh.v1.Sampling\"+\n\nBlockDelta\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\"x\n\x0bRoundResult\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x0f\n\x07replica\x18\x02 \x01(\r\x12&\n\x06tokens\x18\x03 \x03(\x0b\x32\x16.k3mesh.v1.PlaceTokens\x12\x0f\n\x07started\x18\x04 \x01(\x01\x12\r\n\x05\x65nded\x18\x05 \x01(\x01\"<\n\x0bPlaceTokens\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0e\n\x06window\x18\x03 \x03(\r*\x88\x01\n\tRoundMode\x12\x1a\n\x16ROUND_MODE_UNSPECIFIED\x10\x00\x12 \n\x1cROUND_MODE_LOW_LATENCY_GRAPH\x10\x01\x12 \n\x1cROUND_MODE_LOW_LATENCY_EAGER\x10\x02\x12\x1b\n\x17ROUND_MODE_NORMAL_EAGER\x10\x03\x32\x8e\x01\n\rWorkerControl\x12>\n\x05\x44rive\x12\x18.k3mesh.v1.WorkerCommand\x1a\x17.k3mesh.v1.WorkerReport(\x01\x30\x01\x12=\n\x07Inspect\x12\x19.k3mesh.v1.InspectRequest\x1a\x17.k3mesh.v1.InspectReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16k3mesh/v1/worker.proto\x12\tk3mesh.v1\x1a\x16k3mesh/v1/common.proto\"\xd0\x01\n\rWorkerCommand\x12\r\n\x05\x66\x65nce\x18\x01 \x01(\x04\x12)\n\tintroduce\x18\x02 \x01(\x0b\x32\x14.k3mesh.v1.IntroduceH\x00\x12)\n\x07prefill\x18\x03 \x01(\x0b\x32\x16.k3mesh.v1.PrefillStepH\x00\x12%\n\x05round\x18\x04 \x01(\x0b\x32\x14.k3mesh.v1.RoundPlanH\x00\x12(\n\x06\x66orget\x18\x05 \x01(\x0b\x32\x16.k3mesh.v1.ForgetRoomsH\x00\x42\t\n\x07\x63ommand\"\xb6\x01\n\x0cWorkerReport\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.k3mesh.v1.WorkerHelloH\x00\x12#\n\x04step\x18\x02 \x01(\x0b\x32\x13.k3mesh.v1.StepDoneH\x00\x12\'\n\x05round\x18\x03 \x01(\x0b\x32\x16.k3mesh.v1.RoundResultH\x00\x12%\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x12.k3mesh.v1.FailureH\x00\x42\x08\n\x06report\"\x1e\n\tIntroduce\x12\x11\n\tscheduler\x18\x01 \x01(\t\"\xa2\x02\n\x0bWorkerHello\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x11\n\tnum_slots\x18\x05 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12\x12\n\nmodel_name\x18\x07 \x01(\t\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x15\n\rend_token_ids\x18\t \x03(\r\x12\x14\n\x0cmax_position\x18\n \x01(\r\x12\x19\n\x11\x64raft_fingerprint\x18\x0b \x01(\t\x12\x14\n\x0cimage_blocks\x18\x0c \x01(\r\x12\x14\n\x0cstate_blocks\x18\r \x01(\r\"A\n\x0bPrefillStep\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12!\n\x04rows\x18\x02 \x03(\x0b\x32\x13.k3mesh.v1.ChunkRow\"\x93\x02\n\x08\x43hunkRow\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04room\x18\x02 \x01(\x06\x12\r\n\x05start\x18\x03 \x01(\r\x12\x0b\n\x03\x65nd\x18\x04 \x01(\r\x12\x0c\n\x04last\x18\x05 \x01(\x08\x12\x0e\n\x06tokens\x18\x06 \x01(\x0c\x12\x12\n\nnew_blocks\x18\x07 \x03(\r\x12\x0c\n\x04slot\x18\x08 \x01(\r\x12%\n\x08sampling\x18\t \x01(\x0b\x32\x13.k3mesh.v1.Sampling\x12\x15\n\rprefix_tokens\x18\n \x01(\r\x12\x12\n\nnext_token\x18\x0b \x01(\r\x12\x11\n\tload_slot\x18\x0c \x01(\r\x12\x11\n\tsave_slot\x18\r \x01(\r\x12\x11\n\tproposals\x18\x0e \x01(\r\"w\n\x08StepDone\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07started\x18\x03 \x01(\x01\x12\r\n\x05\x65nded\x18\x04 \x01(\x01\x12+\n\x0c\x66irst_tokens\x18\x05 \x03(\x0b\x32\x15.k3mesh.v1.FirstToken\"9\n\nFirstToken\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\r\n\x05token\x18\x02 \x01(\r\x12\x0e\n\x06window\x18\x03 \x03(\r\"\x1c\n\x0b\x46orgetRooms\x12\r\n\x05rooms\x18\x01 \x03(\x06\"\xd1\x02\n\tRoundPlan\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\r\x12\"\n\x04mode\x18\x03 \x01(\x0e\x32\x14.k3mesh.v1.RoundMode\x12)\n\x08installs\x18\x04 \x03(\x0b\x32\x17.k3mesh.v1.PlaceInstall\x12\x0e\n\x06\x63lears\x18\x05 \x03(\r\x12%\n\x06\x64\x65ltas\x18\x06 \x03(\x0b\x32\x15.k3mesh.v1.BlockDelta\x12\x0c\n\x04live\x18\x07 \x03(\r\x12\r\n\x05width\x18\x08 \x01(\r\x12\x11\n\tproposals\x18\t \x01(\r\x12\x16\n\x0emost_proposals\x18\n \x01(\r\x12)\n\x08retracts\x18\x0b \x03(\x0b\x32\x17.k3mesh.v1.PlaceRetract\x12)\n\x08restores\x18\x0c \x03(\x0b\x32\x17.k3mesh.v1.PlaceRestore\"\x92\x01\n\x0cPlaceInstall\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0c\n\x04room\x18\x02 \x01(\x06\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x10\n\x08position\x18\x05 \x01(\r\x12\x0e\n\x06window\x18\x06 \x03(\r\x12%\n\x08sampling\x18\x07 \x01(\x0b\x32\x13.k3mesh.v1.Sampling\"+\n\nBlockDelta\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\"L\n\x0cPlaceRetract\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0c\n\x04room\x18\x02 \x01(\x06\x12\x10\n\x08position\x18\x03 \x01(\r\x12\r\n\x05image\x18\x04 \x03(\r\"V\n\x0cPlaceRestore\x12(\n\x07install\x18\x01 \x01(\x0b\x32\x17.k3mesh.v1.PlaceInstall\x12\r\n\x05\x66ound\x18\x02 \x01(\r\x12\r\n\x05image\x18\x03 \x03(\r\"\x88\x01\n\x0bRoundResult\x12\x10\n\x08round_id\x18\x01 \x01(\x04\x12\x0f\n\x07replica\x18\x02 \x01(\r\x12&\n\x06tokens\x18\x03 \x03(\x0b\x32\x16.k3mesh.v1.PlaceTokens\x12\x0f\n\x07started\x18\x04 \x01(\x01\x12\r\n\x05\x65nded\x18\x05 \x01(\x01\x12\x0e\n\x06\x63opied\x18\x06 \x03(\x06\"<\n\x0bPlaceTokens\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0e\n\x06window\x18\x03 \x03(\r*\x88\x01\n\tRoundMode\x12\x1a\n\x16ROUND_MODE_UNSPECIFIED\x10\x00\x12 \n\x1cROUND_MODE_LOW_LATENCY_GRAPH\x10\x01\x12 \n\x1cROUND_MODE_LOW_LATENCY_EAGER\x10\x02\x12\x1b\n\x17ROUND_MODE_NORMAL_EAGER\x10\x03\x32\x8e\x01\n\rWorkerControl\x12>\n\x05\x44rive\x12\x18.k3mesh.v1.WorkerCommand\x1a\x17.k3mesh.v1.WorkerReport(\x01\x30\x01\x12=\n\x07Inspect\x12\x19.k3mesh.v1.InspectRequest\x1a\x17.k3mesh.v1.InspectReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'k3mesh.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROUNDMODE']._serialized_start=1926
-  _globals['_ROUNDMODE']._serialized_end=2062
+  _globals['_ROUNDMODE']._serialized_start=2239
+  _globals['_ROUNDMODE']._serialized_end=2375
   _globals['_WORKERCOMMAND']._serialized_start=62
   _globals['_WORKERCOMMAND']._serialized_end=270
   _globals['_WORKERREPORT']._serialized_start=273
@@ -41,27 +41,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INTRODUCE']._serialized_start=457
   _globals['_INTRODUCE']._serialized_end=487
   _globals['_WORKERHELLO']._serialized_start=490
-  _globals['_WORKERHELLO']._serialized_end=736
-  _globals['_PREFILLSTEP']._serialized_start=738
-  _globals['_PREFILLSTEP']._serialized_end=803
-  _globals['_CHUNKROW']._serialized_start=806
-  _globals['_CHUNKROW']._serialized_end=1081
-  _globals['_STEPDONE']._serialized_start=1083
-  _globals['_STEPDONE']._serialized_end=1202
-  _globals['_FIRSTTOKEN']._serialized_start=1204
-  _globals['_FIRSTTOKEN']._serialized_end=1261
-  _globals['_FORGETROOMS']._serialized_start=1263
-  _globals['_FORGETROOMS']._serialized_end=1291
-  _globals['_ROUNDPLAN']._serialized_start=1294
-  _globals['_ROUNDPLAN']._serialized_end=1545
-  _globals['_PLACEINSTALL']._serialized_start=1548
-  _globals['_PLACEINSTALL']._serialized_end=1694
-  _globals['_BLOCKDELTA']._serialized_start=1696
-  _globals['_BLOCKDELTA']._serialized_end=1739
-  _globals['_ROUNDRESULT']._serialized_start=1741
-  _globals['_ROUNDRESULT']._serialized_end=1861
-  _globals['_PLACETOKENS']._serialized_start=1863
-  _globals['_PLACETOKENS']._serialized_end=1923
-  _globals['_WORKERCONTROL']._serialized_start=2065
-  _globals['_WORKERCONTROL']._serialized_end=2207
+  _globals['_WORKERHELLO']._serialized_end=780
+  _globals['_PREFILLSTEP']._serialized_start=782
+  _globals['_PREFILLSTEP']._serialized_end=847
+  _globals['_CHUNKROW']._serialized_start=850
+  _globals['_CHUNKROW']._serialized_end=1125
+  _globals['_STEPDONE']._serialized_start=1127
+  _globals['_STEPDONE']._serialized_end=1246
+  _globals['_FIRSTTOKEN']._serialized_start=1248
+  _globals['_FIRSTTOKEN']._serialized_end=1305
+  _globals['_FORGETROOMS']._serialized_start=1307
+  _globals['_FORGETROOMS']._serialized_end=1335
+  _globals['_ROUNDPLAN']._serialized_start=1338
+  _globals['_ROUNDPLAN']._serialized_end=1675
+  _globals['_PLACEINSTALL']._serialized_start=1678
+  _globals['_PLACEINSTALL']._serialized_end=1824
+  _globals['_BLOCKDELTA']._serialized_start=1826
+  _globals['_BLOCKDELTA']._serialized_end=1869
+  _globals['_PLACERETRACT']._serialized_start=1871
+  _globals['_PLACERETRACT']._serialized_end=1947
+  _globals['_PLACERESTORE']._serialized_start=1949
+  _globals['_PLACERESTORE']._serialized_end=2035
+  _globals['_ROUNDRESULT']._serialized_start=2038
+  _globals['_ROUNDRESULT']._serialized_end=2174
+  _globals['_PLACETOKENS']._serialized_start=2176
+  _globals['_PLACETOKENS']._serialized_end=2236
+  _globals['_WORKERCONTROL']._serialized_start=2378
+  _globals['_WORKERCONTROL']._serialized_end=2520
 # @@protoc_insertion_point(module_scope)

@@ -52,7 +52,7 @@ class Introduce(_message.Message):
     def __init__(self, scheduler: _Optional[str] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("engine_id", "engine_epoch", "rank", "num_blocks", "num_slots", "model_fingerprint", "model_name", "vocab_size", "end_token_ids", "max_position", "draft_fingerprint")
+    __slots__ = ("engine_id", "engine_epoch", "rank", "num_blocks", "num_slots", "model_fingerprint", "model_name", "vocab_size", "end_token_ids", "max_position", "draft_fingerprint", "image_blocks", "state_blocks")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,8 @@ class WorkerHello(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_POSITION_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STATE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     engine_epoch: int
     rank: int
@@ -75,7 +77,9 @@ class WorkerHello(_message.Message):
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_position: int
     draft_fingerprint: str
-    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., rank: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_slots: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., max_position: _Optional[int] = ..., draft_fingerprint: _Optional[str] = ...) -> None: ...
+    image_blocks: int
+    state_blocks: int
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., rank: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_slots: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., model_name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., max_position: _Optional[int] = ..., draft_fingerprint: _Optional[str] = ..., image_blocks: _Optional[int] = ..., state_blocks: _Optional[int] = ...) -> None: ...
 
 class PrefillStep(_message.Message):
     __slots__ = ("step_id", "rows")
@@ -148,7 +152,7 @@ class ForgetRooms(_message.Message):
     def __init__(self, rooms: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundPlan(_message.Message):
-    __slots__ = ("round_id", "bucket", "mode", "installs", "clears", "deltas", "live", "width", "proposals", "most_proposals")
+    __slots__ = ("round_id", "bucket", "mode", "installs", "clears", "deltas", "live", "width", "proposals", "most_proposals", "retracts", "restores")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +163,8 @@ class RoundPlan(_message.Message):
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     MOST_PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    RETRACTS_FIELD_NUMBER: _ClassVar[int]
+    RESTORES_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     bucket: int
     mode: RoundMode
@@ -169,7 +175,9 @@ class RoundPlan(_message.Message):
     width: int
     proposals: int
     most_proposals: int
-    def __init__(self, round_id: _Optional[int] = ..., bucket: _Optional[int] = ..., mode: _Optional[_Union[RoundMode, str]] = ..., installs: _Optional[_Iterable[_Union[PlaceInstall, _Mapping]]] = ..., clears: _Optional[_Iterable[int]] = ..., deltas: _Optional[_Iterable[_Union[BlockDelta, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ..., proposals: _Optional[int] = ..., most_proposals: _Optional[int] = ...) -> None: ...
+    retracts: _containers.RepeatedCompositeFieldContainer[PlaceRetract]
+    restores: _containers.RepeatedCompositeFieldContainer[PlaceRestore]
+    def __init__(self, round_id: _Optional[int] = ..., bucket: _Optional[int] = ..., mode: _Optional[_Union[RoundMode, str]] = ..., installs: _Optional[_Iterable[_Union[PlaceInstall, _Mapping]]] = ..., clears: _Optional[_Iterable[int]] = ..., deltas: _Optional[_Iterable[_Union[BlockDelta, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ..., proposals: _Optional[int] = ..., most_proposals: _Optional[int] = ..., retracts: _Optional[_Iterable[_Union[PlaceRetract, _Mapping]]] = ..., restores: _Optional[_Iterable[_Union[PlaceRestore, _Mapping]]] = ...) -> None: ...
 
 class PlaceInstall(_message.Message):
     __slots__ = ("place", "room", "blocks", "slot", "position", "window", "sampling")
@@ -197,19 +205,43 @@ class BlockDelta(_message.Message):
     blocks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, place: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class PlaceRetract(_message.Message):
+    __slots__ = ("place", "room", "position", "image")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    place: int
+    room: int
+    position: int
+    image: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, place: _Optional[int] = ..., room: _Optional[int] = ..., position: _Optional[int] = ..., image: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PlaceRestore(_message.Message):
+    __slots__ = ("install", "found", "image")
+    INSTALL_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    install: PlaceInstall
+    found: int
+    image: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, install: _Optional[_Union[PlaceInstall, _Mapping]] = ..., found: _Optional[int] = ..., image: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class RoundResult(_message.Message):
-    __slots__ = ("round_id", "replica", "tokens", "started", "ended")
+    __slots__ = ("round_id", "replica", "tokens", "started", "ended", "copied")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     replica: int
     tokens: _containers.RepeatedCompositeFieldContainer[PlaceTokens]
     started: float
     ended: float
-    def __init__(self, round_id: _Optional[int] = ..., replica: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[PlaceTokens, _Mapping]]] = ..., started: _Optional[float] = ..., ended: _Optional[float] = ...) -> None: ...
+    copied: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round_id: _Optional[int] = ..., replica: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[PlaceTokens, _Mapping]]] = ..., started: _Optional[float] = ..., ended: _Optional[float] = ..., copied: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PlaceTokens(_message.Message):
     __slots__ = ("place", "tokens", "window")

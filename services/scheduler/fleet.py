@@ -155,6 +155,7 @@ class EngineFleet:
             first,
             num_blocks=min(hello.num_blocks for hello in workers),
             num_slots=min(hello.num_slots for hello in workers),
+            image_blocks=min(hello.image_blocks for hello in workers),
         )
 
     def _agree_on_places(self, agents: list[wire.AgentHello]) -> None:

@@ -34,6 +34,8 @@ class WorkerHello:
     vocab_size: int
     end_token_ids: tuple[Token, ...]
     draft_fingerprint: str = ""  # empty without a drafter
+    image_blocks: int = 0  # host memory for images of suspended requests, in cache blocks (decode)
+    state_blocks: int = 0  # of them, what a KDA state takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ def worker_hello(it: worker_pb2.WorkerHello) -> WorkerHello:
         vocab_size=it.vocab_size,
         end_token_ids=tuple(map(Token, it.end_token_ids)),
         draft_fingerprint=it.draft_fingerprint,
+        image_blocks=it.image_blocks,
+        state_blocks=it.state_blocks,
     )
 
 

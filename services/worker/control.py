@@ -98,6 +98,7 @@ class Control(worker_pb2_grpc.WorkerControlServicer):
         for peer in peers:
             hello.num_blocks = min(hello.num_blocks, peer.num_blocks)
             hello.num_slots = min(hello.num_slots, peer.num_slots)
+            hello.image_blocks = min(hello.image_blocks, peer.image_blocks)
         log.info("driven", scheduler=self._driver, fence=self._fence)
         return hello
 

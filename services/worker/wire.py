@@ -65,8 +65,28 @@ class BlockDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class PlaceRetract:
+    """The place's request, whose anchor is at `position`, goes to its image: data blocks in order, then its KDA state."""
+
+    place: int
+    room: int
+    position: int
+    image: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceRestore:
+    """A request comes back from its image, but for its first `found` blocks, which have their rows already."""
+
+    install: PlaceInstall
+    found: int
+    image: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """Changes first (clears, installs, deltas), then one round of the live places padded to `bucket` rows."""
+    """Changes first (clears, installs, deltas, retracts, restores), then one round of the live places padded to `bucket`
+    rows."""
 
     round_id: int
     bucket: int
@@ -78,6 +98,8 @@ class RoundPlan:
     width: int = 1  # rows of each window that are verified
     proposals: int = 0  # drafted behind each new anchor
     most_proposals: int = 0  # of any replica in this round
+    retracts: tuple[PlaceRetract, ...] = ()
+    restores: tuple[PlaceRestore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +150,20 @@ def _round_plan(plan: worker_pb2.RoundPlan) -> RoundPlan:
         round_id=plan.round_id,
         bucket=plan.bucket,
         mode=mode,
-        installs=tuple(
-            PlaceInstall(i.place, i.room, tuple(i.blocks), i.slot, i.position, tuple(i.window), _sampling(i.sampling))
-            for i in plan.installs
-        ),
+        installs=tuple(map(_install, plan.installs)),
         clears=tuple(plan.clears),
         deltas=tuple(BlockDelta(delta.place, tuple(delta.blocks)) for delta in plan.deltas),
         live=tuple(plan.live),
         width=plan.width,
         proposals=plan.proposals,
         most_proposals=plan.most_proposals,
+        retracts=tuple(PlaceRetract(it.place, it.room, it.position, tuple(it.image)) for it in plan.retracts),
+        restores=tuple(PlaceRestore(_install(it.install), it.found, tuple(it.image)) for it in plan.restores),
     )
+
+
+def _install(it: worker_pb2.PlaceInstall) -> PlaceInstall:
+    return PlaceInstall(it.place, it.room, tuple(it.blocks), it.slot, it.position, tuple(it.window), _sampling(it.sampling))
 
 
 def _sampling(sampling: common_pb2.Sampling) -> Sampling:
@@ -162,6 +187,8 @@ class WorkerHello:
     end_token_ids: tuple[int, ...]
     max_position: int
     draft_fingerprint: str = ""
+    image_blocks: int = 0
+    state_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +221,7 @@ class RoundResult:
     tokens: tuple[PlaceTokens, ...]
     started: float
     ended: float
+    copied: tuple[int, ...] = ()  # rooms whose images every rank of the replica has written or read
 
 
 Report = StepDone | RoundResult
@@ -212,6 +240,8 @@ def hello(it: WorkerHello) -> worker_pb2.WorkerHello:
         end_token_ids=it.end_token_ids,
         max_position=it.max_position,
         draft_fingerprint=it.draft_fingerprint,
+        image_blocks=it.image_blocks,
+        state_blocks=it.state_blocks,
     )
 
 
@@ -226,6 +256,11 @@ def report(it: Report) -> worker_pb2.WorkerReport:
         case RoundResult():
             tokens = [worker_pb2.PlaceTokens(place=p.place, tokens=p.tokens, window=p.window) for p in it.tokens]
             done = worker_pb2.RoundResult(
-                round_id=it.round_id, replica=it.replica, tokens=tokens, started=it.started, ended=it.ended
+                round_id=it.round_id,
+                replica=it.replica,
+                tokens=tokens,
+                started=it.started,
+                ended=it.ended,
+                copied=it.copied,
             )
             return worker_pb2.WorkerReport(round=done)

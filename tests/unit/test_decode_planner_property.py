@@ -252,7 +252,9 @@ def live_scarcely(seed: int, width: int, events: int, images: int) -> DecodeWorl
             if world.rooms[room].manifest is not None:
                 world.attach(room)
         elif roll < 0.6 and (rooms := world.that(unready)):
-            world.all_ready(choice.choice(rooms))
+            world.all_ready(room := choice.choice(rooms))
+            if choice.random() < 0.05:
+                world.cancel_request(room)
         elif roll < 0.62 and copying:
             world.cancel_request(choice.choice(copying))
         elif 0.62 < roll < 0.624 and (rooms := world.that(lambda model: model.state is State.RETRACTED)):

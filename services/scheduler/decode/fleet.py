@@ -47,6 +47,8 @@ class Fleet(EngineFleet):
             graphs=not arguments.enforce_eager,
             request_timeout=arguments.request_timeout,
             keys=self.block_keys(),
+            image_blocks=self.hello.image_blocks,
+            state_blocks=self.hello.state_blocks,
         )
 
     async def run(self, post: Callable[[Any], None]) -> NoReturn:
@@ -118,7 +120,8 @@ class Fleet(EngineFleet):
         if len({part.round_id for part in parts}) > 1:
             told = {part.replica: part.round_id for part in parts}
             raise EngineLost(f"the replicas are out of step: {told} (replica: round); the engine must restart")
-        post(ev.RoundDone(result.round_id, tuple(part.rows for part in parts)))
+        copied = tuple(room for part in parts for room in part.copied)
+        post(ev.RoundDone(result.round_id, tuple(part.rows for part in parts), copied))
 
     def _paired(self, rank: GlobalRank, paired: wire.Paired) -> None:
         hello = self._pairing_with

@@ -164,6 +164,7 @@ class RoundResult:
     round_id: int
     replica: Replica
     rows: tuple[ev.PlaceTokens, ...]
+    copied: tuple[Room, ...] = ()
 
 
 def round_commands(plan: ev.RoundPlan, fence: int) -> list[worker_pb2.WorkerCommand]:
@@ -179,7 +180,7 @@ def worker_report(message: worker_pb2.WorkerReport) -> WorkerHello | RoundResult
         case "round":
             it = message.round
             rows = tuple(ev.PlaceTokens(Place(row.place), _tokens(row.tokens), _tokens(row.window)) for row in it.tokens)
-            return RoundResult(it.round_id, Replica(it.replica), rows)
+            return RoundResult(it.round_id, Replica(it.replica), rows, tuple(map(Room, it.copied)))
         case "failure":
             return read_failure(message.failure)
         case _:
@@ -251,23 +252,30 @@ def _round(plan: ev.RoundPlan, part: ev.ReplicaPlan) -> worker_pb2.RoundPlan:
         bucket=plan.bucket,
         mode=MODES[plan.mode],
         clears=part.clears,
-        installs=[
-            worker_pb2.PlaceInstall(
-                place=it.place,
-                room=it.room,
-                blocks=it.blocks,
-                slot=it.slot,
-                position=it.position,
-                window=it.window,
-                sampling=sampling(it.sampling),
-            )
-            for it in part.installs
-        ],
+        installs=list(map(_install, part.installs)),
         deltas=[worker_pb2.BlockDelta(place=delta.place, blocks=delta.blocks) for delta in part.deltas],
         live=part.live,
         width=part.width.width,
         proposals=part.width.proposals,
         most_proposals=max(other.width.proposals for other in plan.replicas),
+        retracts=[
+            worker_pb2.PlaceRetract(place=it.place, room=it.room, position=it.position, image=it.image) for it in part.retracts
+        ],
+        restores=[
+            worker_pb2.PlaceRestore(install=_install(it.install), found=it.found, image=it.image) for it in part.restores
+        ],
+    )
+
+
+def _install(it: ev.PlaceInstall) -> worker_pb2.PlaceInstall:
+    return worker_pb2.PlaceInstall(
+        place=it.place,
+        room=it.room,
+        blocks=it.blocks,
+        slot=it.slot,
+        position=it.position,
+        window=it.window,
+        sampling=sampling(it.sampling),
     )
 
 
