@@ -228,11 +228,6 @@ def check_runnable(a: EngineArguments, cuda: bool) -> None:
         if not cuda:
             raise refusal(field, backend, "needs an NVIDIA GPU, and this machine has none", f"on a CPU host use {instead}")
         raise refusal(field, backend, "is not available in this version", f"use {instead}")
-    if a.retraction_snapshot_ratio:
-        raise refusal(
-            "retraction_snapshot_ratio", a.retraction_snapshot_ratio, "retraction is not available in this version",
-            "give 0: a decode cache that is full then aborts its newest request with code 524",
-        )  # fmt: skip
 
 
 def check_files(a: EngineArguments) -> None:

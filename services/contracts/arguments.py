@@ -214,6 +214,28 @@ class EngineArguments(FlagSet):
             )  # fmt: skip
         return min(affordable, self.replica_seqs * one + 1), slots
 
+    def image_blocks(self, geometry: Geometry, num_blocks: int, num_slots: int) -> int:
+        """Blocks of host memory of one decode rank for the images of suspended requests; 0: nobody is suspended.
+
+        --retraction-snapshot-ratio is their share of the rank's cache. Without it there is memory for as many images of the
+        size that requests have when they share the cache evenly as a replica has places (spec scheduling §3.5).
+        """
+        if self.disaggregation_mode == "prefill" or self.retraction_snapshot_ratio == 0:
+            return 0
+        block, slot = max(1, geometry.block_bytes), geometry.slot_bytes
+        cache = num_blocks * block + num_slots * slot
+        if self.retraction_snapshot_ratio is None:
+            image = -(-(num_blocks - 1) // self.replica_seqs) * block + slot
+            return max(1, min(self.replica_seqs * image, cache) // block)
+        blocks = int(self.retraction_snapshot_ratio * cache) // block
+        if blocks < 1:
+            raise refusal(
+                "retraction_snapshot_ratio", self.retraction_snapshot_ratio,
+                f"that share of a rank's cache of {cache} bytes is less than one block of {block}",
+                f"give at least {block / cache:.2g}, 0 for no images, or leave it out",
+            )  # fmt: skip
+        return blocks
+
 
 def _read_config(field: str, folder: str) -> tuple[dict[str, Any], str]:
     """config.json of the checkpoint that a flag names, and its path."""

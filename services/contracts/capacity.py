@@ -79,14 +79,7 @@ class EngineCapacity:
     @property
     def image_bytes(self) -> int:
         """Host memory of one rank for the images of retracted requests (spec scheduling §3.5)."""
-        a = self.arguments
-        if a.disaggregation_mode == "prefill":
-            return 0
-        cache = self.ranks[0].cache(self.blocks, self.slots)
-        if a.retraction_snapshot_ratio is not None:
-            return int(a.retraction_snapshot_ratio * cache)
-        image = self.ranks[0].cache(self.blocks // a.replica_seqs, 1)
-        return min(a.replica_seqs * image, cache)
+        return self.arguments.image_blocks(self.geometry, self.blocks, self.slots) * self.geometry.block_bytes
 
     def node_bytes(self, node: int) -> int:
         """All ranks of one node on a host, where they share its memory; the image pools too."""

@@ -74,6 +74,11 @@ class Geometry:
         """Bytes of one slot over all slot fields of the stage that has most of them, one rank."""
         return max(self.bytes_of_stage(stage, SLOT) for stage in range(self.topology.stages))
 
+    @property
+    def state_blocks(self) -> int:
+        """Blocks of host memory that a slot's bytes fill in an image."""
+        return -(-self.slot_bytes // max(1, self.block_bytes))
+
     def bytes_of_stage(self, stage: int, kind: str) -> int:
         """Bytes of one block (PAGED) or slot (SLOT) over all its fields on this stage, one rank."""
         return sum(f.unit_bytes for f in self.fields_of_stage(stage) if f.kind == kind)

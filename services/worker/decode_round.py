@@ -11,6 +11,7 @@ to commit; a drafter still gets the rows that it needs to be asked again, but in
 """
 
 import time
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import Tensor
 from k3mesh.errors import Internal
 from services.contracts.geometry import blocks_for, rows_ahead, verify_widths
 from services.contracts.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT
+from services.worker.cache.image import ImagePool
 from services.worker.model.batch import ForwardBatch, cache_slots
 from services.worker.model.decoder import DecoderStage
 from services.worker.speculative.backlog import Backlog
@@ -26,7 +28,17 @@ from services.worker.speculative.capture import Capture
 from services.worker.speculative.drafter import Drafter, Steps
 from services.worker.speculative.sampling import Sampling
 from services.worker.speculative.verify import accepted, choose
-from services.worker.wire import BlockDelta, Command, Mode, PlaceInstall, PlaceTokens, RoundPlan, RoundResult
+from services.worker.wire import (
+    BlockDelta,
+    Command,
+    Mode,
+    PlaceInstall,
+    PlaceRestore,
+    PlaceRetract,
+    PlaceTokens,
+    RoundPlan,
+    RoundResult,
+)
 
 # A finishing round, one that lingers and its successor may write past a request's end (spec scheduling §3.1).
 WIDTHS_PAST_END = 3
@@ -46,9 +58,10 @@ class DecodeReplica:
         verify_width: int,
         vocab_size: int,
         drafter: Drafter | None = None,
+        images: ImagePool | None = None,
     ):
         assert (verify_width > 1) == (drafter is not None), "a window needs a drafter"
-        self._stage, self._drafter = stage, drafter
+        self._stage, self._drafter, self._images = stage, drafter, images
         self._backlog = Backlog(drafter) if drafter is not None else None
         self._replica, self._places, self._width, self._vocab = replica, places, verify_width, vocab_size
         columns = blocks_for(max_model_len + WIDTHS_PAST_END * verify_width)
@@ -61,6 +74,7 @@ class DecodeReplica:
         self._fresh = torch.zeros(places, dtype=torch.bool)
         self._shapes = {width: _Shape(places, width) for width in verify_widths(verify_width)}
         self._rounds, self._tokens, self._drafted, self._accepted = 0, 0, 0, 0
+        self._retracted, self._restored = 0, 0
 
     def counters(self) -> dict[str, int]:
         counters = {
@@ -73,7 +87,12 @@ class DecodeReplica:
         return counters
 
     def totals(self) -> dict[str, int]:
-        totals = {"rounds": self._rounds, "tokens": self._tokens}
+        totals = {
+            "rounds": self._rounds,
+            "tokens": self._tokens,
+            "retractions": self._retracted,
+            "restores": self._restored,
+        }
         if self._drafter is not None:
             totals |= {"tokens_drafted": self._drafted, "tokens_accepted": self._accepted}
         return totals
@@ -87,7 +106,8 @@ class DecodeReplica:
             self._install(install)
         for delta in command.deltas:
             self._append(delta)
-        return self._round(command)
+        copied = self._copy(command)
+        return replace(self._round(command), copied=copied)
 
     # ---- changes
 
@@ -100,19 +120,22 @@ class DecodeReplica:
         self._sampling[place] = None
 
     def _install(self, it: PlaceInstall) -> None:
-        self._check_place(it.place)
-        if self._sampling[it.place] is not None:
-            raise Internal(f"place {it.place} of replica {self._replica} is taken; clear it before room {it.room} gets it")
         if len(it.window) != self._width or not all(0 <= token < self._vocab for token in it.window):
             raise Internal(
                 f"room {it.room}: window {list(it.window)} must have {self._width} ids below {self._vocab}", detail="PD_CAND"
             )
+        self._seat(it)
+
+    def _seat(self, it: PlaceInstall) -> None:
+        self._check_place(it.place)
+        if self._sampling[it.place] is not None:
+            raise Internal(f"place {it.place} of replica {self._replica} is taken; clear it before room {it.room} gets it")
         if it.slot == NULL_SLOT:
             raise Internal(f"room {it.room}: slot 0 is the null slot and belongs to no request")
         self._state.slots[it.place] = it.slot
         self._state.positions[it.place] = it.position
-        self._state.windows[it.place] = torch.tensor(it.window)
-        self._windows[it.place] = self._width
+        self._state.windows[it.place, : len(it.window)] = torch.tensor(it.window)
+        self._windows[it.place] = len(it.window)
         self._sampling[it.place] = it.sampling
         self._append(BlockDelta(it.place, it.blocks))
 
@@ -127,6 +150,45 @@ class DecodeReplica:
             )
         self._state.tables[delta.place, start:stop] = torch.tensor(delta.blocks, dtype=torch.int32)
         self._counts[delta.place] = stop
+
+    # ---- images
+
+    def _copy(self, plan: RoundPlan) -> tuple[int, ...]:
+        """Images out, then in -> their rooms, when every rank of the replica has done it."""
+        if not plan.retracts and not plan.restores:
+            return ()
+        if self._images is None:
+            raise Internal(f"round {plan.round_id} suspends requests, and replica {self._replica} has no memory for images")
+        if plan.retracts and self._backlog is not None:
+            self._backlog.settle()  # an image has all rows
+        for retract in plan.retracts:
+            self._retract(retract, self._images)
+        for restore in plan.restores:
+            self._restore(restore, self._images)
+        self._images.acknowledge(plan.round_id, len(plan.retracts) + len(plan.restores))
+        self._retracted += len(plan.retracts)
+        self._restored += len(plan.restores)
+        return (*(it.room for it in plan.retracts), *(it.install.room for it in plan.restores))
+
+    def _retract(self, it: PlaceRetract, images: ImagePool) -> None:
+        self._check_place(it.place)
+        position = int(self._state.positions[it.place])
+        if self._sampling[it.place] is None or position != it.position:
+            raise Internal(
+                f"room {it.room} at position {it.position} cannot leave place {it.place} of replica {self._replica}, which is "
+                f"empty or at position {position}"
+            )
+        blocks = self._state.tables[it.place, : blocks_for(position)]
+        images.save(blocks.long(), int(self._state.slots[it.place]), it.image)
+        self._clear(it.place)
+
+    def _restore(self, it: PlaceRestore, images: ImagePool) -> None:
+        install = it.install
+        if not 1 <= len(install.window) <= self._width:
+            raise Internal(f"room {install.room}: window {list(install.window)} must have 1 to {self._width} ids")
+        self._seat(install)
+        blocks = torch.tensor(install.blocks[: blocks_for(install.position)], dtype=torch.long)
+        images.load(it.image, blocks, install.slot, it.found)
 
     def _check_place(self, place: int) -> None:
         if not 0 <= place < self._places:

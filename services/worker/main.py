@@ -24,6 +24,7 @@ from services.runtime.process import Process, run
 from services.runtime.telemetry import log
 from services.worker import wire
 from services.worker.cache.export import AgentLink
+from services.worker.cache.image import ImagePool
 from services.worker.cache.pools import DTYPES, Pools, allocate
 from services.worker.cache.slots import SlotStates
 from services.worker.decode_round import DecodeReplica
@@ -178,7 +179,25 @@ def _runner(plan: Plan, rank: Built, agent: AgentLink) -> Runner:
         verify_width=a.verify_width,
         vocab_size=plan.model.vocab_size,
         drafter=rank.drafter,
+        images=_images(plan, rank),
     )
+
+
+def _images(plan: Plan, rank: Built) -> ImagePool:
+    pool = ImagePool(rank.pools.caches, _image_blocks(plan, rank), rank.groups.tp)
+    log.info(
+        "host memory for suspended requests",
+        blocks=len(pool),
+        bytes=len(pool) * pool.block_bytes,
+        blocks_of_a_state=pool.state_blocks,
+        requests=plan.arguments.replica_seqs if len(pool) else 0,
+    )
+    return pool
+
+
+def _image_blocks(plan: Plan, rank: Built) -> int:
+    record = rank.pools.placement
+    return plan.arguments.image_blocks(plan.geometry, record.num_blocks, record.num_slots)
 
 
 def _hello(plan: Plan, rank: Built) -> wire.WorkerHello:
@@ -195,6 +214,8 @@ def _hello(plan: Plan, rank: Built) -> wire.WorkerHello:
         end_token_ids=plan.model.eos_token_ids,
         max_position=plan.model.max_position_embeddings,
         draft_fingerprint=record.draft_fingerprint,
+        image_blocks=_image_blocks(plan, rank),
+        state_blocks=plan.geometry.state_blocks,
     )
 
 

@@ -86,7 +86,7 @@ def test_check_tells_a_deployment_that_only_this_machine_cannot_run(checkpoint: 
             ["--prefill=--attention-backend flashmla --dtype bfloat16 --kv-cache-dtype bfloat16"],
             "--dtype bfloat16: must be the",
         ),
-        (["--decode=--retraction-snapshot-ratio 0.5"], "--retraction-snapshot-ratio 0.5: retraction is not available"),
+        (["--decode=--retraction-snapshot-ratio 0.0001 --num-blocks 9"], "--retraction-snapshot-ratio 0.0001: that share of a"),
         (["--prefill=--kda-backend flashkda"], "--kda-backend flashkda: needs an NVIDIA GPU"),
         (["--gateway=--max-body-bytes 0"], "--max-body-bytes 0: must be at least 1"),
         (["--prefill=--max-num-seqs 0"], "--max-num-seqs 0: must be at least 1"),

@@ -17,6 +17,7 @@ from services.contracts.model import ModelConfig
 from services.contracts.placement import place as place_fields
 from services.contracts.topology import Topology
 from services.launch.make_checkpoint import main as make_checkpoint
+from services.worker.cache.image import ImagePool
 from services.worker.cache.pools import allocate
 from services.worker.cache.slots import SlotStates
 from services.worker.decode_round import DecodeReplica
@@ -38,6 +39,8 @@ from services.worker.wire import (
     ForgetRooms,
     Mode,
     PlaceInstall,
+    PlaceRestore,
+    PlaceRetract,
     PrefillStep,
     RoundPlan,
     RoundResult,
@@ -172,7 +175,7 @@ class SpeculativeRank:
     """A whole model with its drafter in one rank: prefill and decode share its caches, as if a handoff had copied them. With
     `groups` it is one rank of several replicas, which must all do the same at the same time."""
 
-    PLACES, BLOCKS, SLOTS = 4, 40, 8
+    PLACES, BLOCKS, SLOTS, IMAGES = 4, 40, 8, 60
 
     def __init__(
         self, target: Path, folder: Path | None, algorithm: str = "DSPARK", width: int = 8, groups: Groups | None = None,
@@ -210,9 +213,10 @@ class SpeculativeRank:
             states=SlotStates(self.caches), producer_steps=len(geometry.producer_steps(0)), interval=1,
             verify_width=self.width, drafter=self.forced,
         )  # fmt: skip
+        self.images = ImagePool(self.caches, self.IMAGES, groups.tp)
         self.decode = DecodeReplica(
             stage, replica=0, places=self.PLACES, max_model_len=1024, verify_width=self.width,
-            vocab_size=model.vocab_size, drafter=self.forced,
+            vocab_size=model.vocab_size, drafter=self.forced, images=self.images,
         )  # fmt: skip
         self._steps, self._rounds = 0, 0
 
@@ -241,13 +245,15 @@ class SpeculativeRank:
     def round(
         self, jobs: Sequence["Job"], installs: Sequence[PlaceInstall] = (), clears: Sequence[int] = (),
         width: int | None = None, following: int | None = None, widest: int = 0,
+        retracts: Sequence[PlaceRetract] = (), restores: Sequence[PlaceRestore] = (),
     ) -> RoundResult:  # fmt: skip
         """One round of `width`, which drafts for one of `following`, both full unless told; `widest` is that of any replica."""
         live = tuple(sorted(job.place for job in jobs))
         self._rounds += 1
         mode, bucket, proposals = Mode.LOW_LATENCY_EAGER, self.PLACES, (following or self.width) - 1
         head = (self._rounds, bucket, mode, tuple(installs), tuple(clears), (), live)
-        return self.decode.execute(RoundPlan(*head, width or self.width, proposals, max(proposals, widest - 1)))
+        widths = (width or self.width, proposals, max(proposals, widest - 1))
+        return self.decode.execute(RoundPlan(*head, *widths, tuple(retracts), tuple(restores)))
 
     def generate(
         self, job: "Job", count: int, chunks: Sequence[int] = (), widths: Iterator[int] | None = None

@@ -250,7 +250,6 @@ def test_a_partition_must_sum_to_the_models_layers():
         ("--kda-backend flashkda", r"--kda-backend flashkda: needs an NVIDIA GPU"),
         ("--moe-backend marlin", r"--moe-backend marlin: needs an NVIDIA GPU"),
         ("--all2all-backend deepep --moe-backend marlin", r"--moe-backend marlin: needs an NVIDIA GPU"),
-        ("--retraction-snapshot-ratio 0.5", r"--retraction-snapshot-ratio 0.5: retraction is not available"),
     ],
 )
 def test_what_this_version_or_machine_cannot_do_is_refused_before_a_start(words: str, refusal: str):
@@ -258,9 +257,20 @@ def test_what_this_version_or_machine_cannot_do_is_refused_before_a_start(words:
         rules.check_runnable(parse(*D, words), cuda=False)
 
 
-def test_a_ratio_of_zero_or_none_can_start():
-    for words in ("", "--retraction-snapshot-ratio 0"):
-        rules.check_runnable(parse(*D, words), cuda=False)
+def test_the_image_pool_is_a_share_of_the_cache_and_without_one_every_place_has_an_image(drafter: str):
+    def pool(words: str, role: str = DECODE) -> int:
+        a = parse(COMMON, role, drafter, "--num-blocks 1001 --num-slots 33 --max-num-seqs 128", words)
+        return a.image_blocks(a.geometry(k3_model()), 1001, 33)
+
+    block, slot = 29 * 147_456, 56_171_520
+    cache = 1001 * block + 33 * slot
+    assert pool("--retraction-snapshot-ratio 0") == 0
+    assert pool("--retraction-snapshot-ratio 1") == cache // block
+    assert pool("--retraction-snapshot-ratio 0.125") == cache // 8 // block
+    assert pool("") == min(32 * (32 * block + slot), cache) // block
+    with pytest.raises(ConfigError, match=r"^--retraction-snapshot-ratio 0.0001: that share .* less than one block of 4276224"):
+        pool("--retraction-snapshot-ratio 0.0001")
+    assert pool("--retraction-snapshot-ratio 1", PREFILL) == 0
 
 
 @pytest.mark.parametrize("other", ["--dtype float32", "--kv-cache-dtype float32", "--attn-tp-size 2", "--max-model-len 4096"])

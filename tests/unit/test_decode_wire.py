@@ -4,7 +4,7 @@ import pytest
 
 from k3mesh.errors import BY_CODE, TransferFailed
 from k3mesh.v1 import common_pb2, request_pb2, transfer_pb2, worker_pb2
-from services.contracts.ids import BlockId, GlobalRank, Place, Replica, RequestId, Room, SlotId, Token
+from services.contracts.ids import BlockId, GlobalRank, ImageBlock, Place, Replica, RequestId, Room, SlotId, Token
 from services.contracts.placement import Manifest
 from services.runtime.wire import failure, read_failure, read_sampling, sampling
 from services.scheduler.decode import events as ev
@@ -99,15 +99,30 @@ def test_every_replica_gets_the_rounds_head_and_its_own_rows():
     assert (second.round.width, second.round.proposals, second.round.most_proposals) == (1, 0, 7)
 
 
+def test_what_is_copied_to_images_and_back_goes_to_its_replica_alone():
+    install = ev.PlaceInstall(Place(1), ROOM, (BlockId(9), BlockId(4)), SlotId(3), 200, (Token(7), Token(8)), SAMPLING)
+    out, back = (ImageBlock(5), ImageBlock(2)), (ImageBlock(8), ImageBlock(1), ImageBlock(0))
+    retract = ev.PlaceRetract(Place(2), Room(77), 128, out)
+    busy = ev.ReplicaPlan((), (), (), (), IDLE, (retract,), (ev.PlaceRestore(install, 1, back),))
+    plan = ev.RoundPlan(17, 0, RoundMode.LOW_LATENCY_EAGER, (busy, ev.ReplicaPlan((), (), (), (), IDLE)))
+    first, second = (command.round for command in wire.round_commands(plan, fence=6))
+    (gone,), (came,) = first.retracts, first.restores
+    assert (gone.place, gone.room, gone.position, list(gone.image)) == (2, 77, 128, [5, 2])
+    assert (came.install.place, came.install.room, came.install.position, list(came.install.blocks)) == (1, ROOM, 200, [9, 4])
+    assert (came.install.slot, list(came.install.window), read_sampling(came.install.sampling)) == (3, [7, 8], SAMPLING)
+    assert (came.found, list(came.image)) == (1, [8, 1, 0])
+    assert not second.retracts and not second.restores
+
+
 def test_every_mode_of_a_plan_has_its_number():
     assert set(wire.MODES) == set(RoundMode) and len(set(wire.MODES.values())) == len(RoundMode)
 
 
 def test_a_rounds_result_comes_off_the_wire():
-    result = worker_pb2.RoundResult(round_id=17, replica=1)
+    result = worker_pb2.RoundResult(round_id=17, replica=1, copied=[ROOM, 4])
     result.tokens.add(place=2, tokens=[5, 6], window=[6, 8])
     rows = (ev.PlaceTokens(Place(2), (Token(5), Token(6)), (Token(6), Token(8))),)
-    assert wire.worker_report(worker_pb2.WorkerReport(round=result)) == wire.RoundResult(17, Replica(1), rows)
+    assert wire.worker_report(worker_pb2.WorkerReport(round=result)) == wire.RoundResult(17, Replica(1), rows, (ROOM, Room(4)))
 
 
 def test_agents_reports_come_off_the_wire_with_the_rank_of_their_stream():

@@ -98,7 +98,7 @@ def test_a_command_that_a_worker_does_not_know_is_refused(message: worker_pb2.Wo
 
 REPORTS = [
     ("step", wire.StepDone(3, 2, 10.5, 11.5, (wire.FirstToken(7, 8, (8,)), wire.FirstToken(9, 10, (10,))))),
-    ("round", wire.RoundResult(4, 1, (wire.PlaceTokens(5, (6,), (6,)), wire.PlaceTokens(7, (8,), (8,))), 1.5, 2.5)),
+    ("round", wire.RoundResult(4, 1, (wire.PlaceTokens(5, (6,), (6,)), wire.PlaceTokens(7, (8,), (8,))), 1.5, 2.5, (9, 10))),
 ]
 
 
@@ -108,7 +108,7 @@ def test_every_field_of_a_report_is_written(kind: str, report: wire.Report):
 
 
 def test_every_field_of_the_hello_is_written():
-    it = wire.WorkerHello("p", 5, 1, 100, 9, "abc", "k3", 512, (1, 2), 4096, "def")
+    it = wire.WorkerHello("p", 5, 1, 100, 9, "abc", "k3", 512, (1, 2), 4096, "def", 30, 14)
     assert_same(wire.hello(it), it)
 
 
