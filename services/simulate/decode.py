@@ -114,7 +114,9 @@ class DecodeEngine:
         proposals = max(part.width.proposals for part in parts)
         live = tuple(len(part.live) for part in parts)
         seconds = self._costs.round(Round(plan.bucket, width, proposals, live, tuple(self._contexts)))
-        done = ev.RoundDone(plan.round_id, tuple(self._run(replica, part) for replica, part in enumerate(parts)))
+        entries = tuple(self._run(replica, part) for replica, part in enumerate(parts))
+        copied = (it.room for part in parts for it in (*part.retracts, *(restore.install for restore in part.restores)))
+        done = ev.RoundDone(plan.round_id, entries, tuple(copied))
         if any(live):
             self.rounds += 1
             self.live_rows += sum(live)
@@ -125,12 +127,19 @@ class DecodeEngine:
             self._processors.run(each if any(live) else 0.0, self._ran, done)
 
     def _prepare(self, replica: int, part: ev.ReplicaPlan) -> None:
-        """Clears, then installs, as the workers take them."""
+        """Clears, installs, then images out and in, as the workers take them. Copies take no time of their own here."""
         rows = self._rows[replica]
         for place in part.clears:
             if (row := rows.pop(place, None)) is not None:
                 self._contexts[replica] -= row.position
         for install in part.installs:
+            rows[install.place] = Row(install.position, install.window.count(RIGHT) - 1)
+            self._contexts[replica] += install.position
+        for retract in part.retracts:
+            row = rows.pop(retract.place)
+            self._contexts[replica] -= row.position
+        for restore in part.restores:
+            install = restore.install
             rows[install.place] = Row(install.position, install.window.count(RIGHT) - 1)
             self._contexts[replica] += install.position
 
@@ -176,4 +185,6 @@ def shape_of(arguments: EngineArguments, geometry: Geometry, cache: tuple[int, i
         graphs=not arguments.enforce_eager,
         request_timeout=arguments.request_timeout,
         keys=BlockKeys() if arguments.enable_prefix_caching else None,
+        image_blocks=arguments.image_blocks(geometry, blocks, slots),
+        state_blocks=geometry.state_blocks,
     )

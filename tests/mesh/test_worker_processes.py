@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -83,7 +84,9 @@ def hand_over(sources: Sequence[AgentEnd], target: AgentEnd, blocks: Sequence[tu
     [(2, 1, 2, 1), (1, 2, 1, 2)],
     ids=["P PP2, D DP2 EP2", "P TP2, D TP2"],
 )
-async def test_tokens_equal_a_full_recompute(tmp_path: Path, stages: int, prefill_tp: int, replicas: int, decode_tp: int):
+async def test_tokens_equal_a_full_recompute_with_a_way_to_host_memory_and_back(
+    tmp_path: Path, stages: int, prefill_tp: int, replicas: int, decode_tp: int
+):
     prompt, theirs, ours = prompt_of(150), [4, 9], [3, 7]
     folders = [tmp_path / name for name in ("p", "d")]
     for folder in folders:
@@ -106,20 +109,35 @@ async def test_tokens_equal_a_full_recompute(tmp_path: Path, stages: int, prefil
         install = worker_pb2.PlaceInstall(
             place=1, room=1, blocks=ours, slot=5, position=len(prompt), window=tokens, sampling=GREEDY
         )
-        for number in range(1, 5):
-            results = []
+        position = len(prompt)
+
+        async def round(number: int, live: bool, **changes: Any) -> list[int]:
+            """-> rooms whose images were copied"""
             for index, drive in enumerate(d.drives):
                 mine = index == replica
                 plan = worker_pb2.RoundPlan(
-                    round_id=number, bucket=2, mode=worker_pb2.ROUND_MODE_LOW_LATENCY_EAGER, live=[1] if mine else [], width=1,
-                    installs=[install] if mine and number == 1 else [],
+                    round_id=number, bucket=2 if live else 0, mode=worker_pb2.ROUND_MODE_LOW_LATENCY_EAGER,
+                    live=[1] if mine and live else [], width=1, **(changes if mine else {}),
                 )  # fmt: skip
                 await drive.send(round=plan)
-            for drive in d.drives:
-                results.append((await drive.report()).round)
+            results = [(await drive.report()).round for drive in d.drives]
             assert [result.replica for result in results] == list(range(replicas))
-            assert [len(result.tokens) for result in results] == [0] * replica + [1]
-            tokens += results[-1].tokens[0].tokens
+            assert [len(result.tokens) for result in results] == [0] * replica + [int(live)]
+            tokens.extend(token for entry in results[-1].tokens for token in entry.tokens)
+            return [room for result in results for room in result.copied]
+
+        await round(1, True, installs=[install])
+        await round(2, True)
+        away = {"place": 1, "room": 1, "position": position + 2, "image": range(2 + d_hellos[0].state_blocks)}
+        assert await round(3, False, retracts=[away]) == [1]
+        home = worker_pb2.PlaceInstall(
+            place=0, room=1, blocks=[7, 11], slot=2, position=position + 2, window=tokens[-1:], sampling=GREEDY
+        )
+        assert await round(4, False, restores=[{"install": home, "image": away["image"]}]) == [1]
+        assert await round(5, False, retracts=[{**away, "place": 0}]) == [1]
+        home.place, home.slot, home.blocks[:] = 1, 4, [2, 9]
+        assert await round(6, True, restores=[{"install": home, "image": away["image"]}]) == [1]
+        await round(7, True)
     assert tokens == expected_tokens(prompt, 5)
 
 

@@ -91,11 +91,8 @@ class DecodePlanner:
         return self._rooms.counters()
 
     def cache(self) -> dict[str, int]:
-        """What stays when nobody is here: what the prefix caches have, and the host memory for images."""
-        return {
-            "cached_blocks": sum(pool.cache.cached_blocks for pool in self._rooms.pools),
-            "image_blocks": sum(images.capacity for images in self._rooms.images),
-        }
+        """What the prefix caches have; it stays when nobody is here."""
+        return {"cached_blocks": sum(pool.cache.cached_blocks for pool in self._rooms.pools)}
 
     def check(self) -> None:
         """Every invariant; raises AssertionError."""

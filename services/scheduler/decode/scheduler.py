@@ -89,6 +89,7 @@ class DecodeScheduler:
             "replicas": shape.replicas,
             "places": shape.places * shape.replicas,
             "blocks": (shape.num_blocks - 1) * shape.replicas,
+            "image_blocks": shape.image_blocks * shape.replicas,
             **counters,
             **self.planner.cache(),
         }

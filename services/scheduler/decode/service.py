@@ -57,6 +57,7 @@ class DecodeService(request_pb2_grpc.DecodeSchedulerServicer):
             counters={
                 **planner.counters(),
                 **planner.cache(),
+                "image_blocks": planner.shape.image_blocks * planner.shape.replicas,
                 "client_streams": len(scheduler.clients),
                 "tasks": scheduler.shell.tasks,
             },

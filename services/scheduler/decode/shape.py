@@ -27,7 +27,7 @@ class EngineShape:
     graphs: bool
     request_timeout: float  # seconds, for requests that bring no deadline
     keys: BlockKeys | None = None  # names cached blocks; None without a prefix cache
-    image_blocks: int = 0  # of one replica's host memory for suspended requests; 0: nobody is suspended
+    image_blocks: int = 0  # of one rank's host memory for suspended requests; 0: nobody is suspended
     state_blocks: int = 1  # of them, what a KDA state takes
 
     @property
