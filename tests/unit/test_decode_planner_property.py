@@ -238,9 +238,9 @@ def live_scarcely(seed: int, width: int, events: int, images: int) -> DecodeWorl
     )  # fmt: skip
     while world.events < events:
         for _ in range(choice.choice([1, 2, 10])):
-            if world.out is not None:
+            if world.out:
                 world.round_done()
-            if choice.random() < 0.9:
+            for _ in range(choice.choice([0, 1, 1, 2, 2, 2, 2, 2, 2])):
                 world.launch()
         roll = choice.random()
         copying = world.that(lambda model: model.state in COPYING)
@@ -265,7 +265,7 @@ def live_scarcely(seed: int, width: int, events: int, images: int) -> DecodeWorl
             world.rank_failed(choice.choice(rooms))
         elif roll < 0.7 and (rooms := world.that(undrained)):
             world.all_drained(choice.choice(rooms))
-        if world.out is None or choice.random() < 0.2:
+        if not world.out or choice.random() < 0.2:
             world.advance(0.02)
     return world
 
