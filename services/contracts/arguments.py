@@ -88,7 +88,7 @@ class EngineArguments(FlagSet):
         default=1, ge=0, description="layers for each transfer; 0 sends a chunk when all its layers are done"
     )
     retraction_snapshot_ratio: float | None = Field(
-        default=None, ge=0, description="host image pool as a share of the cache; 0 is no pool (decode)"
+        default=None, ge=0, description="host memory for suspended requests as a share of the cache; 0: none (decode)"
     )
     speculative_algorithm: Literal["DSPARK", "MTP"] | None = Field(default=None, description="drafter")
     speculative_draft_model_path: str | None = Field(default=None, description="directory of the drafter's checkpoint")

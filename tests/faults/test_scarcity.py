@@ -7,6 +7,7 @@ import pytest
 
 from tests.lib.load import Answer, assert_nothing_left, attempt, prompts
 from tests.lib.mesh import running_mesh
+from tests.lib.oracle import Oracle
 
 
 @pytest.mark.soak
@@ -23,10 +24,15 @@ async def test_a_cache_of_one_request_serves_many_one_after_the_other(checkpoint
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-async def test_answers_that_outgrow_the_cache_abort_the_newest_and_the_oldest_finishes(checkpoint: Path):
-    with running_mesh(checkpoint, "--decode=--num-blocks 13") as mesh:
-        long = [asyncio.ensure_future(attempt(mesh, [5, 6, n], max_tokens=1400)) for n in range(4)]
-        ends = await asyncio.gather(*long)
+async def test_without_host_memory_answers_that_outgrow_the_cache_end_the_newest_and_no_other(checkpoint: Path):
+    with running_mesh(checkpoint, "--decode=--num-blocks 12 --retraction-snapshot-ratio 0") as mesh:
+        requests = [[5, 6, n] for n in range(4)]
+        ends = await asyncio.gather(*(attempt(mesh, prompt, max_tokens=900) for prompt in requests))
         assert sorted(type(end) is int for end in ends) == [False, False, True, True], ends  # one on each replica
         assert {end for end in ends if isinstance(end, int)} == {524}
+        oracle = Oracle(checkpoint)
+        for end in ends:
+            if isinstance(end, Answer):
+                assert len(end.tokens) == 900
+                oracle.assert_greedy(end.prompt, end.tokens)
         await assert_nothing_left(mesh)
