@@ -126,6 +126,15 @@ class PrefixCache:
         self.hold([entry])
         return entry
 
+    def take_over(self, entry: Entry, block: BlockId) -> bool:
+        """A holder has the entry's rows in a block of its own, which becomes the entry's if nobody else holds that: its block is
+        free then."""
+        if entry.holders > 1 or entry.block == block:
+            return False
+        self._blocks.free([entry.block])
+        entry.block = block
+        return True
+
     # ---- slots
     def take_slot(self, evict: bool = True) -> SlotId | None:
         """A slot, the checkpoint that was not used for the longest time making way if `evict`."""

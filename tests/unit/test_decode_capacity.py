@@ -1,6 +1,6 @@
 import pytest
 
-from services.contracts.ids import Replica
+from services.contracts.ids import BlockKey, Replica
 from services.scheduler.decode.capacity import Load, Pool, choose, growth, max_request_tokens
 
 
@@ -100,6 +100,23 @@ def test_nobody_is_admitted_without_a_place_and_a_slot(missing: str, changes: di
     one = pool(**changes)
     assert one.take(1) is not None
     assert choose([load(one)], 1, 0) is None
+
+
+def test_a_block_that_is_there_twice_is_given_up_when_its_other_reader_has_gone():
+    one = pool()
+    first, second = one.take(2), one.take(2)
+    assert first is not None and second is not None
+    for holding in (first, second):
+        one.final(holding, BlockKey(b"same text"))
+    free = one.cache.blocks_available
+    assert not one.merge(second) and not one.merge(first)
+    one.give_back(first)
+    one.check([second])
+    assert one.cache.blocks_available == free + 1  # the shared one stays, for its second reader's sake
+    assert one.merge(second) and one.cache.blocks_available == free + 2
+    one.check([second])
+    one.give_back(second)
+    one.check([])
 
 
 def test_whatever_is_within_the_request_limit_fits_an_empty_replica_to_its_last_round():

@@ -284,6 +284,10 @@ def assert_all_was_seen(worlds: list[DecodeWorld]) -> None:
     assert legal - seen <= {(State.RESTORING, State.INSTALLED), (State.FINISHING, State.FAILED)}, legal - seen
     for kind in ("retractions", "restores", "capacity_aborts", "prefix_cache_hits"):
         assert any(world.planner.totals[kind] for world in worlds), kind
+    for world in worlds:  # whoever ended for want of blocks ended for want of host memory
+        ends = [model.end for model in world.rooms.values() if isinstance(model.end, ev.Failure)]
+        told = [end.message for end in ends if end.code == "capacity_aborted"]
+        assert all("--retraction-snapshot-ratio" in message or "as many as may be" in message for message in told)
 
 
 def test_lives_of_scarcity_lose_no_block_slot_or_image_and_end_as_they_began():

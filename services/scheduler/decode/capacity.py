@@ -74,6 +74,12 @@ class Pool:
         holding.blocks += more
         return True
 
+    def merge(self, holding: Holding) -> bool:
+        """Give up what the holding has twice: a block of its own beside a cached one that others have let go of meanwhile ->
+        whether there was any."""
+        merged = [self.cache.take_over(entry, block) for block, entry in zip(holding.blocks, holding.cached, strict=False)]
+        return any(merged)
+
     def lacking(self, holding: Holding, blocks: int) -> int:
         """How many blocks are not there to bring the holding to `blocks`."""
         return max(0, blocks - len(holding.blocks) - self.cache.blocks_available)

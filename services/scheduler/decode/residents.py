@@ -181,6 +181,8 @@ class Residents:
         """Free the blocks that a resident lacks, at somebody's cost; False if it had better wait."""
         rooms = self._rooms
         residents, images = list(rooms.residents[pool.replica].values()), rooms.images[pool.replica]
+        if any([pool.merge(self._next_blocks(resident)[0]) for resident in residents]):
+            return True
         lacking = pool.lacking(*self._next_blocks(request))
         if self._suspensions.cede(pool, lacking):
             return True
