@@ -127,8 +127,8 @@ class PrefixCache:
         return entry
 
     def take_over(self, entry: Entry, block: BlockId) -> bool:
-        """A holder has the entry's rows in a block of its own, which becomes the entry's if nobody else holds that: its block is
-        free then."""
+        """A holder has the entry's rows in a block of its own, which becomes the entry's, whose block is free then: if nobody
+        else holds it."""
         if entry.holders > 1 or entry.block == block:
             return False
         self._blocks.free([entry.block])
