@@ -114,6 +114,9 @@ def _timeline(state: Entry, log: Sequence[Entry], start: float) -> list[str]:
         lines.append(
             f"drafted    {accepted} of {state['drafted']} proposals accepted, {1 + accepted / windows:.2f} tokens a round"
         )
+    if "retractions" in state:
+        back = f", the last time for {_ms(state['away_seconds'])}" if "away_seconds" in state else ""
+        lines.append(f"away       {state['retractions']} times in host memory, while others had its blocks{back}")
     if state.get("ended") == "1" and log:
         lines.append(f"total      {(float(state['at']) - start) * 1000:.1f} ms")
     return lines

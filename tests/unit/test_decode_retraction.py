@@ -32,8 +32,13 @@ class Away(DecodeWorld):
     """Residents of one replica, 16 tokens a round each."""
 
     def __init__(self, **changes: Any):
+        self.said: list[ev.WriteTransition] = []
         super().__init__(small_shape(**{**ROOMY, **changes}))
         self.random = Whole(0)
+
+    def perform(self, effects: list[ev.Effect]) -> None:
+        self.said += [effect for effect in effects if isinstance(effect, ev.WriteTransition)]
+        super().perform(effects)
 
     def resident(self, prompt: int = 100, max_tokens: int = LONG, **changes: Any) -> Room:
         room = self.reserve(prompt, max_tokens, **changes)
@@ -90,6 +95,21 @@ def test_a_resident_makes_way_and_comes_back_and_both_answers_are_whole(world: A
     world.until(State.FINISHED, gone)
     totals = world.planner.totals
     assert (totals["retractions"], totals["restores"], totals["capacity_aborts"]) == (1, 1, 0)
+    world.settle()
+
+
+def test_the_journal_tells_how_often_a_request_was_away_and_for_how_long(world: Away):
+    first, second = world.resident(), world.resident()
+    gone = world.until(State.RETRACTING, first, second)
+    world.round()
+    world.now += 2.5
+    world.until(State.RESTORING, gone)
+    written = [(it.state, dict(it.fields)) for it in world.said if it.request_id == world.rooms[gone].asked.request_id]
+    assert written[-3:] == [
+        (State.RETRACTING, {"image_blocks": 12, "retractions": 1}),
+        (State.RETRACTED, {}),
+        (State.RESTORING, {"away_seconds": 2.5}),
+    ]
     world.settle()
 
 

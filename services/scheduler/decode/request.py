@@ -126,6 +126,7 @@ class Retracted:
     phase: ClassVar = Phase.RETRACTED
     progress: Progress
     image: Image
+    since: float
 
 
 @dataclass(slots=True)

@@ -158,14 +158,15 @@ class Residents:
                 self._make_room(pool, blocked, standstill=True)
 
     def _grow_all(self, pool: Pool) -> Request | None:
-        """-> the oldest that has to wait."""
+        """-> the oldest that has to wait, if it still has to when the others have what they need."""
         residents, blocked = self._rooms.residents[pool.replica], None
         for room in list(residents):
             while (request := residents.get(room)) is not None and not self._grow(pool, request):
                 if not self._make_room(pool, request):
                     blocked = blocked or request
                     break
-        return blocked if blocked is not None and blocked.room in residents else None
+        waits = blocked is not None and blocked.room in residents and not self._grow(pool, blocked)
+        return blocked if waits else None
 
     def _grow(self, pool: Pool, request: Request) -> bool:
         holding, blocks = self._next_blocks(request)

@@ -56,6 +56,8 @@ class Suspensions:
 
     def _restore(self, pool: Pool, request: Request, state: Retracted) -> None:
         rooms, progress, keys = self._rooms, state.progress, state.image.keys
+        if pool.cache.blocks_available < data_blocks(progress) - len(keys):
+            return  # as mostly; the rest counts all requests
         remaining = request.budget - progress.completion
         blocks = fits(pool, rooms.promised(pool.replica), progress, remaining, keys, rooms.shape.rows_ahead)
         if blocks is None:
@@ -65,7 +67,7 @@ class Suspensions:
         request.state = Restoring(holding, progress, state.image)
         request.covered = remaining <= GROWTH_TOKENS
         rooms.capacity_freed = True  # newcomers waited behind it
-        rooms.write(request, State.RESTORING)
+        rooms.write(request, State.RESTORING, (("away_seconds", round(rooms.now - state.since, 6)),))
 
     # ---- copied
     def copied(self, request: Request) -> None:
@@ -73,7 +75,7 @@ class Suspensions:
         match request.state:
             case Retracting(holding=holding, progress=progress, image=image):
                 self._rooms.give_back(holding)
-                request.state = Retracted(progress, image)
+                request.state = Retracted(progress, image, self._rooms.now)
                 self._rooms.write(request, State.RETRACTED)
             case Restoring() as state:
                 self._come_back(request, state)
