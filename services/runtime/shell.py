@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from services.contracts.clock import Clock
-from services.contracts.events import DeadlinePassed
+from services.contracts.clock import Clock, take_turn
 from services.runtime.telemetry import log
 
 STORY_LENGTH = 4096
@@ -87,20 +86,25 @@ class Shell:
 
     def _step(self) -> float | None:
         """Do what is due -> the next deadline."""
-        now, began = self.clock.now(), time.perf_counter_ns()
-        while self._events:
-            self._apply(self._events.popleft(), now)
+        return take_turn(
+            self.clock.now(),
+            self._events,
+            apply=self._apply,
+            next_deadline=self._next_deadline,
+            plan=self._plan,
+            launch=self._launch,
+        )
+
+    def _launch(self, plan: Any) -> None:
+        assert self.launch is not None, "set shell.launch before run()"
+        self.story.append((self.clock.now(), plan))
+        self.launch(plan)
+
+    def _next_deadline(self) -> float | None:
+        began = time.perf_counter_ns()
         deadline = self.planner.next_deadline()
-        moved = deadline is not None and deadline <= now
-        if moved:
-            self._apply(DeadlinePassed(), now)
         self._events_ns += time.perf_counter_ns() - began
-        while (plan := self._plan(now)) is not None:
-            assert self.launch is not None, "set shell.launch before run()"
-            self.story.append((now, plan))
-            self.launch(plan)
-            moved = True
-        return self.planner.next_deadline() if moved else deadline
+        return deadline
 
     def _plan(self, now: float) -> Any | None:
         began = time.perf_counter_ns()
@@ -109,9 +113,11 @@ class Shell:
         return plan
 
     def _apply(self, event: Any, now: float) -> None:
+        began = time.perf_counter_ns()
         self.story.append((now, event))
         for effect in self.planner.apply(event, now):
             self._perform(effect)
+        self._events_ns += time.perf_counter_ns() - began
 
     def _perform(self, effect: Any) -> None:
         outcome = self._methods[type(effect)](effect)

@@ -44,14 +44,26 @@ class Control:
         return cls(*map(constants.number, names))
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Processor seconds of what runs beside the ranks' compute; it counts where all share a host's processors."""
+
+    part: float = 0.0  # the agents', for a stage's part of a step
+    request: float = 0.0  # the schedulers', for a request
+    round: float = 0.0  # the decode scheduler's, for a round
+
+
 class Costs(Protocol):
     """Seconds, and bytes a second."""
 
     control: Control
+    beside: Beside
     nic: float  # bytes a second of one rank's NIC, each way
     host_copy: float  # bytes a second between a rank's device and its host
     acceptance: tuple[float, ...]  # share of windows whose first k proposals are right, k from 1
     processors: float  # that all ranks share; 0: each has its own
+    stage_share: float  # of a step's time, in which the rank computes; else it waits for others
+    round_share: float  # likewise of a round's
 
     def stage(self, stage: int, chunks: Sequence[Chunk]) -> float:
         """One stage's compute of one step."""

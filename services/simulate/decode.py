@@ -74,7 +74,7 @@ class DecodeEngine:
         self.widths: dict[int, int] = {}
         self._timeline, self._processors, self._costs = timeline, processors, costs
         self._tp = geometry.topology.tp_size
-        self._width = arguments.verify_width
+        self._width, self._block_bytes = arguments.verify_width, geometry.block_bytes
         self._rows: list[dict[Place, Row]] = [{} for _ in range(geometry.topology.dp_size)]
         self._contexts = [0] * geometry.topology.dp_size
         self._waiting: deque[ev.RoundPlan] = deque()
@@ -97,6 +97,7 @@ class DecodeEngine:
 
     # ---- rounds
     def _launch(self, plan: ev.RoundPlan) -> None:
+        self._processors.burden(self._costs.beside.round)
         self._timeline.after(self._costs.control.round / 2, self._arrive, plan)
 
     def _arrive(self, plan: ev.RoundPlan) -> None:
@@ -113,7 +114,8 @@ class DecodeEngine:
         width = max(part.width.width for part in parts)
         proposals = max(part.width.proposals for part in parts)
         live = tuple(len(part.live) for part in parts)
-        seconds = self._costs.round(Round(plan.bucket, width, proposals, live, tuple(self._contexts)))
+        shape = Round(plan.bucket, width, proposals, live, tuple(self._contexts))
+        seconds = self._costs.round(shape) if any(live) else (0.0,) * len(parts)
         entries = tuple(self._run(replica, part) for replica, part in enumerate(parts))
         copied = (it.room for part in parts for it in (*part.retracts, *(restore.install for restore in part.restores)))
         done = ev.RoundDone(plan.round_id, entries, tuple(copied))
@@ -123,11 +125,16 @@ class DecodeEngine:
             self.padded_rows += plan.bucket * len(parts)
             self.widths[width] = self.widths.get(width, 0) + 1
         self._computing, self._began = len(parts), self._timeline.now
-        for each in seconds:
-            self._processors.run(each if any(live) else 0.0, self._ran, done)
+        for each, part in zip(seconds, parts, strict=True):
+            self._processors.run(each + self._copying(part), self._costs.round_share, self._ran, done)
+
+    def _copying(self, part: ev.ReplicaPlan) -> float:
+        """Seconds that a replica's ranks copy images, each its own, before the rows run."""
+        blocks = sum(len(it.image) for it in (*part.retracts, *part.restores))
+        return blocks * self._block_bytes / self._costs.host_copy
 
     def _prepare(self, replica: int, part: ev.ReplicaPlan) -> None:
-        """Clears, installs, then images out and in, as the workers take them. Copies take no time of their own here."""
+        """Clears, installs, then images out and in, as the workers take them."""
         rows = self._rows[replica]
         for place in part.clears:
             if (row := rows.pop(place, None)) is not None:

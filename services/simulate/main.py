@@ -47,6 +47,7 @@ class SimArguments(MachineArguments, MeshArguments):
     )
     outputs: str = Field(default="lognormal:400:0.7:8000", description="answer tokens, likewise")
     at_once: int = Field(default=0, ge=0, description="so many requests under way instead, whatever their times of arrival")
+    lead: bool = Field(default=False, description="with --at-once: the first is alone until it has its first token")
     seed: int = Field(default=0, ge=0, description="of arrivals, lengths and the drafter's luck")
     constants: str = Field(
         default="", description="JSON file of the cost model; an H200's, or a small host's for CPU backends, if unset"
@@ -100,7 +101,7 @@ def run(arguments: SimArguments, asked: Sequence[workload.Asked], partition: str
     prefill, decode = arguments.engines()
     shape = shape_of(arguments, prefill, decode)
     mesh = Mesh(shape, costs_of(Path(arguments.constants), prefill, decode), arguments.scale, arguments.seed)
-    records = mesh.run(asked, arguments.at_once or None)
+    records = mesh.run(asked, arguments.at_once or None, arguments.lead)
     return mesh, records, report(mesh, records)
 
 

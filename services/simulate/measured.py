@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from services.simulate.constants import Constants
-from services.simulate.costs import Chunk, Control, Round
+from services.simulate.costs import Beside, Chunk, Control, Round
 
 
 class MeasuredCosts:
@@ -11,11 +11,14 @@ class MeasuredCosts:
 
     def __init__(self, constants: Constants, stages: int):
         self.control = Control.of(constants)
+        self.beside = Beside(*map(constants.number, ("part_cpu_s", "request_cpu_s", "round_cpu_s")))
         self.nic = constants.number("nic_bytes_per_s")
         self.host_copy = constants.number("host_copy_bytes_per_s")
         self.acceptance = constants.numbers("acceptance")
         self.processors = constants.number("processors")
-        self._step = [constants.number("stage_step_s"), constants.number("stage_token_s"), constants.number("stage_pair_s")]
+        self.stage_share, self.round_share = constants.number("stage_share"), constants.number("round_share")
+        self._step, self._token = constants.numbers("stage_step_s"), constants.numbers("stage_token_s")
+        self._pair = constants.number("stage_pair_s")
         self._last_stage = stages - 1
         self._last = constants.number("stage_last_s")
         self._hop = constants.number("hop_s"), constants.number("hop_token_s")
@@ -28,9 +31,9 @@ class MeasuredCosts:
     def stage(self, stage: int, chunks: Sequence[Chunk]) -> float:
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
         pairs = sum((chunk.end**2 - chunk.start**2) / 2 for chunk in chunks)
-        fixed, token, pair = self._step
+        fixed, token = (of[min(stage, len(of) - 1)] for of in (self._step, self._token))
         last = self._last * sum(chunk.last for chunk in chunks) if stage == self._last_stage else 0.0
-        return fixed + token * tokens + pair * pairs + last
+        return fixed + token * tokens + self._pair * pairs + last
 
     def hop(self, stage: int, tokens: int) -> float:
         fixed, token = self._hop

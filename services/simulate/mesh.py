@@ -8,7 +8,7 @@ import services.scheduler.decode.events as dec
 import services.scheduler.prefill.events as pre
 from services.contracts.arguments import EngineArguments
 from services.contracts.geometry import Geometry
-from services.contracts.ids import BLOCK_TOKENS, BlockKey, Replica, RequestId, Room
+from services.contracts.ids import BLOCK_TOKENS, BlockKey, Replica, RequestId, Room, Token
 from services.contracts.messages import Failure, Sampling
 from services.simulate.costs import Costs
 from services.simulate.decode import RIGHT, DecodeEngine
@@ -37,7 +37,7 @@ class Cell:
     """One pair of engines with its own queue."""
 
     def __init__(self, shape: Shape, costs: Costs, timeline: Timeline, processors: Processors, seed: int, mesh: "Mesh"):
-        self._timeline, self._costs, self._mesh = timeline, costs, mesh
+        self._timeline, self._costs, self._mesh, self._processors = timeline, costs, mesh, processors
         self._timeout = shape.prefill.request_timeout
         stages, replicas = shape.prefill_geometry.topology.stages, shape.decode_geometry.topology.dp_size
         self.network = Network(timeline, stages, replicas, costs.nic)
@@ -85,6 +85,7 @@ class Cell:
         """The client sends its request now."""
         request_id = RequestId(f"r{record.number}")
         record.sent = self._timeline.now
+        self._processors.burden(self._costs.beside.request)
         self.records[request_id] = record
         asked = record.asked
         sampling = Sampling(max_tokens=asked.output_tokens, ignore_eos=True)
@@ -115,6 +116,7 @@ class Cell:
     def _count(self, record: Record, tokens: int) -> None:
         if not record.tokens:
             record.first_token = self._timeline.now + self._costs.control.client
+            self._mesh.first_token()
         record.tokens += tokens
         self._mesh.tokens_at[int(self._timeline.now)] += tokens
 
@@ -139,8 +141,9 @@ class Cell:
         self.prefill.turns.post(event, self._timeline.now + self._costs.control.schedulers)
 
     def _reserve(self, effect: pre.Reserve) -> None:
-        tail = (RIGHT,) * (effect.prompt_tokens - len(effect.keys) * BLOCK_TOKENS) if self._caching else ()
-        self._by_room[effect.room] = self.records[effect.request_id]
+        record = self._by_room[effect.room] = self.records[effect.request_id]
+        unnamed = effect.prompt_tokens - len(effect.keys) * BLOCK_TOKENS  # unlike anybody's, or answers would be alike, too
+        tail = (Token(2 + record.number),) + (RIGHT,) * (unnamed - 1) if self._caching else ()
         asked = dec.ReserveAsked(
             PAIR, effect.request_id, effect.room, effect.attempt, effect.prompt_tokens, b"", effect.sampling, effect.timeout,
             effect.keys, tail,
@@ -200,23 +203,36 @@ class Mesh:
         self.cells = [Cell(shape, costs, self.timeline, processors, seed + 2 * n, self) for n in range(cells)]
         self.tokens_at: Counter[int] = Counter()  # by second
         self._waiting: list[Record] = []
+        self._lanes = 0  # besides the first, not open yet
+        self._costs = costs
 
-    def run(self, asked: Sequence[Asked], at_once: int | None = None) -> list[Record]:
+    def run(self, asked: Sequence[Asked], at_once: int | None = None, lead: bool = False) -> list[Record]:
         """Until every request is over and nothing is on its way. `at_once`: so many are under way, whatever their times of
-        arrival; the next is sent when one is over."""
+        arrival; the next is sent when one is over. `lead`: of these, the first is alone until it has its first token."""
         records = [Record(number, it) for number, it in enumerate(asked)]
         if at_once is None:
             for record in records:
                 self.timeline.at(record.asked.arrival_s, self._submit, record)
         else:
-            self._waiting = records[::-1]
-            for _ in range(min(at_once, len(records))):
-                self.timeline.at(0.0, self._submit, self._waiting.pop())
+            self._waiting, self._lanes = records[::-1], at_once - 1
+            self.timeline.at(0.0, self._submit, self._waiting.pop())
+            if not lead:
+                self._open_lanes()
         self.timeline.run()
         return records
 
     def _submit(self, record: Record) -> None:
         self.cells[record.number % len(self.cells)].submit(record)
+
+    def first_token(self) -> None:
+        """A client has one."""
+        if self._lanes:
+            self.timeline.after(self._costs.control.client, self._open_lanes)
+
+    def _open_lanes(self) -> None:
+        for _ in range(min(self._lanes, len(self._waiting))):
+            self.timeline.after(0.0, self._submit, self._waiting.pop())
+        self._lanes = 0
 
     def over(self) -> None:
         """A client has its end."""

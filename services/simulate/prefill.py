@@ -101,7 +101,8 @@ class PrefillEngine:
         it.running = True
         step = it.waiting.popleft()
         seconds = self._costs.stage(stage, [Chunk(row.start, row.end, row.last) for row in step.rows])
-        self._processors.run(seconds, self._ran, stage, step, self._timeline.now)
+        self._processors.burden(self._costs.beside.part * len(step.rows))
+        self._processors.run(seconds, self._costs.stage_share, self._ran, stage, step, self._timeline.now)
 
     def _ran(self, stage: int, step: ev.PrefillStep, began: float) -> None:
         it, now = self.stages[stage], self._timeline.now

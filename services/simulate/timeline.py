@@ -1,7 +1,7 @@
 """Virtual time: what happens when, planners that are driven by it, and processors that work is done on.
 
-A planner gets its turns as runtime.shell gives them: all events of one moment in the order in which they were posted, then the
-deadline if it has passed, then plans until there is none. Everything of one moment happens before the turns of that moment.
+A planner gets its turns as runtime.shell gives them, by contracts.clock.take_turn. Everything of one moment happens before the
+turns of that moment.
 """
 
 import heapq
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from services.contracts.events import DeadlinePassed
+from services.contracts.clock import take_turn
 
 Action = Callable[..., None]
 
@@ -82,17 +82,16 @@ class PlannerTurns:
 
     def take_turn(self) -> None:
         self._due = False
-        now, planner = self._timeline.now, self.planner
-        while self._events:
-            self._apply(self._events.popleft(), now)
-        deadline = planner.next_deadline()
-        moved = deadline is not None and deadline <= now
-        if moved:
-            self._apply(DeadlinePassed(), now)
-        while (plan := planner.plan(now)) is not None:
-            self.launch(plan)
-            moved = True
-        self._arm(planner.next_deadline() if moved else deadline)
+        planner = self.planner
+        deadline = take_turn(
+            self._timeline.now,
+            self._events,
+            apply=self._apply,
+            next_deadline=planner.next_deadline,
+            plan=planner.plan,
+            launch=self.launch,
+        )
+        self._arm(deadline)
 
     def _apply(self, event: Any, now: float) -> None:
         for effect in self.planner.apply(event, now):
@@ -113,8 +112,12 @@ def _nobody(plan: Any) -> None:
 
 
 class Processors(Protocol):
-    def run(self, seconds: float, then: Action, *arguments: Any) -> None:
-        """Work that takes so long by itself -> `then` when it is done."""
+    def run(self, seconds: float, share: float, then: Action, *arguments: Any) -> None:
+        """Work that takes so long by itself, of which `share` is computing and the rest waiting -> `then` when it is done."""
+        ...
+
+    def burden(self, seconds: float) -> None:
+        """Work that nobody waits for, yet others have less while it is done."""
         ...
 
 
@@ -124,12 +127,15 @@ class OwnProcessors:
     def __init__(self, timeline: Timeline):
         self._timeline = timeline
 
-    def run(self, seconds: float, then: Action, *arguments: Any) -> None:
+    def run(self, seconds: float, share: float, then: Action, *arguments: Any) -> None:
         self._timeline.after(seconds, then, *arguments)
+
+    def burden(self, seconds: float) -> None:
+        """It takes nothing from anyone here."""
 
 
 class SharedProcessors:
-    """Tasks share `count` processors evenly, none gets more than one: the cores of a host."""
+    """Tasks share `count` processors evenly, none gets more than one: the cores of a host. Who waits needs none."""
 
     def __init__(self, timeline: Timeline, count: float):
         self._timeline, self._count = timeline, count
@@ -138,11 +144,16 @@ class SharedProcessors:
         self._since = 0.0
         self._version = 0
 
-    def run(self, seconds: float, then: Action, *arguments: Any) -> None:
+    def run(self, seconds: float, share: float, then: Action, *arguments: Any) -> None:
         self._advance()
         self._tasks += 1
-        self._left[self._tasks] = (seconds, then, arguments)
+        wait = seconds * (1 - share)
+        self._left[self._tasks] = (seconds * share, self._timeline.after, (wait, then, *arguments))
         self._next()
+
+    def burden(self, seconds: float) -> None:
+        if seconds:
+            self.run(seconds, 1.0, _nothing)
 
     @property
     def _rate(self) -> float:
@@ -168,3 +179,7 @@ class SharedProcessors:
         _, then, arguments = self._left.pop(task)
         self._next()
         then(*arguments)
+
+
+def _nothing() -> None:
+    pass

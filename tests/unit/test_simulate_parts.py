@@ -75,7 +75,7 @@ def test_tasks_share_processors_evenly_and_none_gets_more_than_one():
     processors = SharedProcessors(timeline, 2)
 
     def start(name: str, seconds: float) -> None:
-        processors.run(seconds, lambda: done.setdefault(name, timeline.now))
+        processors.run(seconds, 1.0, lambda: done.setdefault(name, timeline.now))
 
     timeline.at(0.0, start, "alone", 1.0)
     for name in ("x", "y", "z", "w"):
@@ -85,6 +85,15 @@ def test_tasks_share_processors_evenly_and_none_gets_more_than_one():
     assert done["alone"] == 1.0
     assert done["short"] == pytest.approx(2.0 + 0.2 * 5 / 2)
     assert [done[name] for name in "xyzw"] == [pytest.approx(2.5 + 0.8 * 4 / 2)] * 4
+
+
+def test_who_waits_needs_no_processor():
+    timeline, done = Timeline(), list[float]()
+    processors = SharedProcessors(timeline, 1)
+    for share in (0.25, 1.0):
+        processors.run(1.0, share, lambda: done.append(timeline.now))
+    timeline.run()
+    assert done == [pytest.approx(1.25), pytest.approx(1.25)]  # a quarter shared, then one waits while the other computes
 
 
 def test_a_handoff_overlaps_with_the_compute_but_its_last_interval():

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import os
 import random
+import secrets
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 from k3mesh.cli import inspect
@@ -21,7 +24,8 @@ CALLS = 30  # that tell how long a message takes
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """Requests as (prompt tokens, answer tokens), in the order in which they are sent; the next when one of `at_once` ends."""
+    """Requests as (prompt tokens, answer tokens), in the order in which they are sent; the next when one of `at_once` ends. The
+    first is alone until it has its first token."""
 
     name: str
     requests: tuple[tuple[int, int], ...]
@@ -64,6 +68,7 @@ class Play:
     requests: list[Played]
     prefill: dict[str, int]  # what its scheduler counted meanwhile
     decode: dict[str, int]
+    cpu: dict[str, float]  # seconds of processor time by kind of process, such as decode-0.worker
 
     @property
     def seconds(self) -> float:
@@ -81,24 +86,30 @@ class Play:
 async def play(state: StateDir, script: Script, vocabulary: int, seed: int) -> Play:
     """Send the script's requests with random tokens, wait until nothing of them is left anywhere, and read what was noted."""
     addresses, drawn = state.addresses(), random.Random(seed)
+    name = f"{script.name}-{secrets.token_hex(4)}"
     waiting, played = deque(enumerate(script.requests)), dict[int, Played]()
     async with Client(addresses["prefill-0"]["scheduler"]) as client:
         before = [await _totals(client, addresses, name) for name in ("prefill", "decode")]
 
-        async def lane() -> None:
+        async def lane(led: asyncio.Event | None = None) -> None:
             while waiting:
                 number, (prompt_tokens, output_tokens) = waiting.popleft()
                 prompt = [drawn.randrange(vocabulary - SPECIAL_IDS) for _ in range(prompt_tokens)]
-                played[number] = await _one(client, f"{script.name}-{seed}-{number}", prompt, output_tokens)
+                played[number] = await _one(client, f"{name}-{number}", prompt, output_tokens, led)
 
+        cpu = processor_seconds(state)
         async with asyncio.TaskGroup() as group:
-            for _ in range(script.at_once):
+            led = asyncio.Event()
+            group.create_task(lane(led))
+            await led.wait()
+            for _ in range(script.at_once - 1):
                 group.create_task(lane())
+        cpu = {name: seconds - cpu[name] for name, seconds in processor_seconds(state).items()}
         after = await _settled(client, addresses, before, len(script.requests))
     for number, it in played.items():
-        it.ledger = await _ended(f"{script.name}-{seed}-{number}", addresses["redis"])
-    counted = [{name: count - old[name] for name, count in new.items()} for old, new in zip(before, after, strict=True)]
-    return Play([played[number] for number in sorted(played)], *counted)
+        it.ledger = await _ended(f"{name}-{number}", addresses["redis"])
+    prefill, decode = ({name: count - old[name] for name, count in new.items()} for old, new in zip(before, after, strict=True))
+    return Play([played[number] for number in sorted(played)], prefill, decode, cpu)
 
 
 async def message_seconds(state: StateDir) -> float:
@@ -113,7 +124,8 @@ async def message_seconds(state: StateDir) -> float:
     return median(times) / 2
 
 
-async def _one(client: Client, request_id: str, prompt: Sequence[int], output_tokens: int) -> Played:
+async def _one(client: Client, request_id: str, prompt: Sequence[int], output_tokens: int, led: asyncio.Event | None) -> Played:
+    """`led` is set when it has its first token."""
     sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
     it = Played(len(prompt), time.perf_counter())
     stream = await client.submit(prompt, sampling, request_id=request_id)
@@ -123,7 +135,19 @@ async def _one(client: Client, request_id: str, prompt: Sequence[int], output_to
             it.tokens = event.completion_tokens
         elif not it.first:
             it.first = it.finished
+            if led is not None:
+                led.set()
     return it
+
+
+def processor_seconds(state: StateDir) -> dict[str, float]:
+    """What each kind of process, all ranks together, has used of processors since its start."""
+    used: dict[str, float] = defaultdict(float)
+    for name, pid in state.processes().items():
+        engine, _, process = name.partition(".")
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        used[f"{engine}.{process.partition('-')[0]}"] += (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    return dict(used)
 
 
 async def _totals(client: Client, addresses: dict[str, dict[str, str]], role: str) -> Counter[str]:
