@@ -178,9 +178,10 @@ def _check_gpu(it: EngineCapacity, memory: int) -> None:
             f"give at most {fits}, or leave it out",
         )  # fmt: skip
     if it.full_requests < 1:
+        why = f"--num-blocks {a.num_blocks} has" if a.num_blocks else f"beside {beside} {where} has room for"
         raise refusal(
             "max_model_len", a.max_model_len,
-            f"one such request needs {a.request_blocks} blocks, {where} has room for {it.blocks - 1} beside {beside}",
+            f"one such request needs {a.request_blocks} blocks, {why} {it.blocks - 1} beside the null block",
             f"lower it to at most {max(0, (it.blocks - 1) * BLOCK_TOKENS - 2 * a.verify_width)}",
         )  # fmt: skip
 

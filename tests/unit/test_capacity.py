@@ -137,7 +137,12 @@ def test_the_image_pool_follows_its_ratio():
         ("--num-blocks 20000", USABLE, r"--num-blocks 20000: a rank has room for \d+ blocks .* give at most \d+"),
         ("", 70 * GIB, r"decode-0: a rank needs 79\.8 GiB before any cache \(weights 60\.8 GiB.* the GPU has 70\.0 GiB"),
         ("--max-num-seqs 4096 --max-cudagraph-capture-size 1", USABLE, r"--max-num-seqs 4096: .*slots fit"),
-        ("--max-num-seqs 4", 80 * GIB, r"--max-model-len 131072: one such request needs 1025 blocks, .* lower it to at most"),
+        ("--max-num-seqs 4", 80 * GIB, r"--max-model-len 131072: one such request needs 1025 blocks, beside .* lower it to at"),
+        (
+            "--num-blocks 500",
+            USABLE,
+            r"--max-model-len 131072: .*, --num-blocks 500 has 499 beside the null block; lower it to",
+        ),
     ],
 )
 def test_what_cannot_fit_is_refused_with_value_rule_and_remedy(flags: str, memory: int, refusal: str):
