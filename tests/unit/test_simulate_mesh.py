@@ -156,6 +156,13 @@ def test_equal_arguments_give_equal_reports_and_pages(tmp_path: Path, capsys: py
     assert "http" not in pages[0]
 
 
+@pytest.mark.parametrize("topology", ["laptop", "laptop-tp2", "k3"])
+def test_each_topology_has_constants_of_its_own(topology: str, capsys: pytest.CaptureFixture[str]):
+    words = ["--requests", "5", "--lengths", "fixed:300", "--outputs", "fixed:4"]
+    assert k3mesh(["sim", "--topology", topology, *words]) == 0
+    assert "5 requests, 5 finished, 0 failed" in capsys.readouterr().out
+
+
 def test_partitions_are_compared_on_the_same_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     words = ["sim", "--requests", "40", "--plots", str(tmp_path / "p.html"), "--partitions", "24,23,23,23", "24,24,24,21"]
     assert k3mesh([*words, "--json"]) == 0
