@@ -291,20 +291,22 @@ class Bundle(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[PeerMessage, _Mapping]]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("placement", "ucx_address", "link_id", "link_epoch", "frame_bytes", "checksum")
+    __slots__ = ("placement", "ucx_address", "link_id", "link_epoch", "frame_bytes", "checksum", "piece_bytes")
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     UCX_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LINK_ID_FIELD_NUMBER: _ClassVar[int]
     LINK_EPOCH_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
     placement: Placement
     ucx_address: bytes
     link_id: int
     link_epoch: int
     frame_bytes: int
     checksum: str
-    def __init__(self, placement: _Optional[_Union[Placement, _Mapping]] = ..., ucx_address: _Optional[bytes] = ..., link_id: _Optional[int] = ..., link_epoch: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., checksum: _Optional[str] = ...) -> None: ...
+    piece_bytes: int
+    def __init__(self, placement: _Optional[_Union[Placement, _Mapping]] = ..., ucx_address: _Optional[bytes] = ..., link_id: _Optional[int] = ..., link_epoch: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., checksum: _Optional[str] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ("room", "attempt", "failure")
@@ -327,16 +329,14 @@ class FrameBatch(_message.Message):
     def __init__(self, room: _Optional[int] = ..., attempt: _Optional[int] = ..., frames: _Optional[_Iterable[_Union[Frame, _Mapping]]] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("seq", "length", "checksum", "extents")
+    __slots__ = ("seq", "length", "extents")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     length: int
-    checksum: int
     extents: _containers.RepeatedCompositeFieldContainer[Extent]
-    def __init__(self, seq: _Optional[int] = ..., length: _Optional[int] = ..., checksum: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ...) -> None: ...
+    def __init__(self, seq: _Optional[int] = ..., length: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ...) -> None: ...
 
 class Extent(_message.Message):
     __slots__ = ("fields", "first", "count")

@@ -28,8 +28,8 @@ if _version_not_supported:
 
 class TransferControlStub:
     """The handoff. One agent sits beside each worker. Its scheduler drives it (TransferControl); a D agent links to the P
-    agents that hold its shard (TransferPeer); the cache bytes go by UCX; its worker talks to it over a Unix socket
-    (LocalMessage, length-prefixed).
+    agents that hold its shard (PeerMessage, length-prefixed); the cache bytes go by UCX; its worker talks to it over a Unix
+    socket (LocalMessage, length-prefixed).
 
     """
 
@@ -53,8 +53,8 @@ class TransferControlStub:
 
 class TransferControlServicer:
     """The handoff. One agent sits beside each worker. Its scheduler drives it (TransferControl); a D agent links to the P
-    agents that hold its shard (TransferPeer); the cache bytes go by UCX; its worker talks to it over a Unix socket
-    (LocalMessage, length-prefixed).
+    agents that hold its shard (PeerMessage, length-prefixed); the cache bytes go by UCX; its worker talks to it over a Unix
+    socket (LocalMessage, length-prefixed).
 
     """
 
@@ -93,8 +93,8 @@ def add_TransferControlServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class TransferControl:
     """The handoff. One agent sits beside each worker. Its scheduler drives it (TransferControl); a D agent links to the P
-    agents that hold its shard (TransferPeer); the cache bytes go by UCX; its worker talks to it over a Unix socket
-    (LocalMessage, length-prefixed).
+    agents that hold its shard (PeerMessage, length-prefixed); the cache bytes go by UCX; its worker talks to it over a Unix
+    socket (LocalMessage, length-prefixed).
 
     """
 
@@ -142,79 +142,6 @@ class TransferControl:
             '/k3mesh.v1.TransferControl/Inspect',
             k3mesh_dot_v1_dot_common__pb2.InspectRequest.SerializeToString,
             k3mesh_dot_v1_dot_common__pb2.InspectReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-
-class TransferPeerStub:
-    """Missing associated documentation comment in .proto file."""
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.Link = channel.stream_stream(
-                '/k3mesh.v1.TransferPeer/Link',
-                request_serializer=k3mesh_dot_v1_dot_transfer__pb2.PeerMessage.SerializeToString,
-                response_deserializer=k3mesh_dot_v1_dot_transfer__pb2.PeerMessage.FromString,
-                _registered_method=True)
-
-
-class TransferPeerServicer:
-    """Missing associated documentation comment in .proto file."""
-
-    def Link(self, request_iterator, context):
-        """opened by the D agent
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_TransferPeerServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'Link': grpc.stream_stream_rpc_method_handler(
-                    servicer.Link,
-                    request_deserializer=k3mesh_dot_v1_dot_transfer__pb2.PeerMessage.FromString,
-                    response_serializer=k3mesh_dot_v1_dot_transfer__pb2.PeerMessage.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'k3mesh.v1.TransferPeer', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('k3mesh.v1.TransferPeer', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class TransferPeer:
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Link(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/k3mesh.v1.TransferPeer/Link',
-            k3mesh_dot_v1_dot_transfer__pb2.PeerMessage.SerializeToString,
-            k3mesh_dot_v1_dot_transfer__pb2.PeerMessage.FromString,
             options,
             channel_credentials,
             insecure,

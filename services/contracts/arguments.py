@@ -22,7 +22,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 UNSET = 0  # derived at the end of parsing; as a given value it is refused
 CACHE_BYTES = 1 << 30  # of one rank, where --num-blocks leaves the size to us
-HOST_FRAME_BYTES, HOST_FRAMES = 8 << 20, 12  # fill TCP without holding up others (spec ucx §3)
+HOST_FRAME_BYTES, HOST_FRAMES = 32 << 20, 4  # few messages to steer it
 CUDA_FRAME_BYTES, CUDA_FRAMES = 320 << 20, 6  # 8,192 tokens of K3 in one: a message over NVLink costs as much as 30 MiB
 LADDER = (1, 2, 4, *range(8, 161, 8))  # default capture sizes, cut by the batch
 
@@ -268,13 +268,16 @@ class AgentArguments(EngineArguments):
     """services.kvtransfer.main: the transfer agent beside one worker."""
 
     rank: int = Field(ge=0, description="global rank of the worker")
-    listen: Address = Field(description="HOST:PORT of TransferControl and TransferPeer")
+    listen: Address = Field(description="HOST:PORT of TransferControl")
+    peer_listen: Address | None = Field(
+        default=None, description="HOST:PORT where decode agents link to (prefill only); --listen's host, and any free port"
+    )
     agent_socket: str = Field(description="Unix socket that the worker connects to")
     transfer_frame_bytes: int = Field(
-        default=0, ge=0, description="bytes of one staging frame, the same on P and D; 0: 8 MiB, on a GPU 320 MiB"
+        default=0, ge=0, description="bytes of one staging frame, the same on P and D; 0: 32 MiB, on a GPU 320 MiB"
     )
     transfer_frames: int = Field(
-        default=0, ge=0, description="staging frames, which bound the agent's memory; 0: 12, on a GPU 6"
+        default=0, ge=0, description="staging frames, which bound the agent's memory; 0: 4, on a GPU 6"
     )
 
     @model_validator(mode="after")

@@ -44,6 +44,14 @@ def _address(value: str) -> str:
 
 
 Integers = Annotated[tuple[int, ...], BeforeValidator(_split)]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of an Address."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 Address = Annotated[str, AfterValidator(_address)]
 Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_split)]

@@ -3,10 +3,8 @@
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 from k3mesh.errors import ConfigError, Internal, MeshError
@@ -17,20 +15,10 @@ from services.kvtransfer.control import Control
 from services.kvtransfer.frames import CacheMemory, check_frame_bytes
 from services.kvtransfer.local import WorkerSocket
 from services.kvtransfer.memory import open_memory, profile_of
-from services.kvtransfer.messages import (
-    CloseLink,
-    Gather,
-    Gathered,
-    Install,
-    Installed,
-    Receive,
-    RoomFailed,
-    Send,
-    ToPeer,
-    ToScheduler,
-)
+from services.kvtransfer.messages import CloseLink, Receive, RoomFailed, Send, ToPeer, ToScheduler
+from services.kvtransfer.mover import Mover
 from services.kvtransfer.pairing import Pairer
-from services.kvtransfer.peers import Peers, PeerService
+from services.kvtransfer.peers import Peers, PeerServer
 from services.kvtransfer.session import Limits
 from services.kvtransfer.sink import SinkSession
 from services.kvtransfer.source import SourceSession
@@ -52,47 +40,9 @@ class Place:
     role: str
     rank: int
     listen: str
+    peer_listen: str  # where decode agents link to, of a prefill agent
     agent_socket: str
     startup_timeout: float
-
-
-class Copier:
-    """Memory work of the session, on one thread beside the loop, in order. What comes of it is posted as an event."""
-
-    def __init__(self, memory: CacheMemory, post: Callable[[Any], None], failed: Callable[[Any, Exception], None]):
-        self._memory, self._post, self._failed = memory, post, failed
-        self._loop = asyncio.get_running_loop()
-        self._effects: SimpleQueue[Gather | Install | None] = SimpleQueue()
-        Thread(target=self._run, name="copier", daemon=True).start()
-
-    def do(self, effect: Gather | Install) -> None:
-        self._effects.put(effect)
-
-    def close(self) -> None:
-        self._effects.put(None)
-
-    def _run(self) -> None:
-        while (effect := self._effects.get()) is not None:
-            try:
-                event = self._perform(effect)
-            except Exception as error:
-                self._tell(self._failed, effect, error)
-            else:
-                self._tell(self._post, event)
-
-    def _tell(self, method: Callable[..., None], *what: Any) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the agent has ended
-            self._loop.call_soon_threadsafe(method, *what)
-
-    def _perform(self, effect: Gather | Install) -> Gathered | Installed:
-        match effect:
-            case Gather(frame, units):
-                return Gathered(frame, self._memory.gather(frame, units))
-            case Install(frame, length, checksum, units):
-                intact = self._memory.verify(frame, length, checksum)
-                if intact:
-                    self._memory.scatter(frame, units)
-                return Installed(frame, intact)
 
 
 class Agent:
@@ -138,25 +88,33 @@ class Agent:
     ) -> None:
         session = (SourceSession if placement.role == "prefill" else SinkSession)(placement, limits)
         shell = Shell(session)
-        peers = Peers(placement, limits, transport, memory, shell.post)
+
+        def defect(effect: Any, error: Exception) -> None:
+            control.fail(Internal(f"{effect!r} failed: {error!r}; the log has the traceback"))
+            log.error("an effect failed", effect=repr(effect), exc_info=error)
 
         def counts() -> tuple[dict[str, int], dict[str, int]]:
-            return {**session.counters(), "tasks": shell.tasks, "transfers": transport.tasks}, session.totals
+            return {**session.counters(), "tasks": shell.tasks, "transfers": mover.transfers}, session.totals
 
         control = Control(placement, limits.staging_bytes, shell.post, counts)
-        copier = self._wire(shell, memory, peers, control)
-        stack.callback(copier.close)
+        longest = max(min(limits.piece_bytes, limits.frame_bytes), placement.largest_unit)
+        mover = Mover(transport, memory, limits.staging_bytes, limits.frame_room, longest, shell.post, defect)
+        stack.callback(mover.close)
+        peers = Peers(placement, limits, transport.address, memory.checksum, mover, shell.post)
+        shell.on_failure = defect
+        self._wire(shell, mover, peers, control)
         server = RpcServer(
             self._place.listen,
-            [
-                (transfer_pb2_grpc.add_TransferControlServicer_to_server, control, "k3mesh.v1.TransferControl"),
-                (transfer_pb2_grpc.add_TransferPeerServicer_to_server, PeerService(peers), "k3mesh.v1.TransferPeer"),
-            ],
+            [(transfer_pb2_grpc.add_TransferControlServicer_to_server, control, "k3mesh.v1.TransferControl")],
         )
         await server.start()
         stack.push_async_callback(server.stop, GRACE_S)
         stack.push_async_callback(peers.close)
-        control.address = server.address
+        if placement.role == "prefill":
+            links = PeerServer(peers)
+            await links.start(self._place.peer_listen)
+            stack.push_async_callback(links.stop)
+            control.address = links.address
         worker.accept()
         await self._run(process, server, shell, worker, control, peers)
 
@@ -184,7 +142,7 @@ class Agent:
             await control.end(error)
             raise error from None
 
-    def _wire(self, shell: Shell, memory: CacheMemory, peers: Peers, control: Control) -> Copier:
+    def _wire(self, shell: Shell, mover: Mover, peers: Peers, control: Control) -> None:
         def deliver(effect: ToScheduler) -> None:
             if isinstance(effect.report, RoomFailed):
                 failure = effect.report.failure
@@ -193,20 +151,11 @@ class Agent:
                 )
             control.report(wire.report(effect.report, time.time() - shell.clock.now()))
 
-        def defect(effect: Any, error: Exception) -> None:
-            control.fail(Internal(f"{type(effect).__name__} failed: {error!r}; the log has the traceback"))
-            log.error("an effect failed", effect=repr(effect), exc_info=error)
-
-        shell.on_failure = defect
         shell.on(ToScheduler, deliver)
         shell.on(ToPeer, peers.tell)
         shell.on(CloseLink, peers.cut)
-        shell.on(Send, peers.send)
-        shell.on(Receive, peers.receive)
-        copier = Copier(memory, shell.post, defect)
-        for kind in (Gather, Install):
-            shell.on(kind, copier.do)
-        return copier
+        for kind in (Send, Receive):
+            shell.on(kind, mover.do)
 
     def _check(self, placement: Placement, limits: Limits) -> None:
         wanted = (self._place.engine_id, self._place.role, self._place.rank)

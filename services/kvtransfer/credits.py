@@ -73,23 +73,6 @@ class FairQueue(Generic[K, T]):
                 return key, item
         return None
 
-    def head(self, key: K) -> T | None:
-        """The key's next item, left in place."""
-        queue = self._queues.get(key)
-        return queue[0] if queue else None
-
-    def pop(self, key: K) -> T:
-        """Take the key's next item out of turn."""
-        queue = self._queues[key]
-        item = queue.popleft()
-        if not queue:
-            del self._queues[key]
-        return item
-
-    def put_back(self, key: K, item: T) -> None:
-        """The key's next item."""
-        self._queues.setdefault(key, deque()).appendleft(item)
-
     def drop(self, unwanted: Callable[[T], bool]) -> None:
         kept = {key: deque(item for item in queue if not unwanted(item)) for key, queue in self._queues.items()}
         self._queues = {key: queue for key, queue in kept.items() if queue}

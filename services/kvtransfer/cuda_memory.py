@@ -1,7 +1,8 @@
-"""CacheMemory of a GPU: the worker's arenas, opened by their handles, and a ring of staging frames beside them.
+"""CacheMemory of a GPU: the worker's arenas, opened by their handles, and staging memory beside them.
 
-One kernel moves all units of a frame (units.cu), on a stream of this process's own; the copier's thread waits for it by an
-event. The frames are one allocation, so that UCX opens one handle of the peer's and keeps it.
+One kernel moves all units of a piece (units.cu), on a stream of this process's own, and the device itself scatters only what it
+has found intact: the thread puts copies on the stream and looks later whether they are over. The staging memory is one
+allocation, so that UCX opens one handle of the peer's and keeps it.
 """
 
 import ctypes
@@ -14,8 +15,9 @@ import numpy.typing as npt
 from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] (compiled)
 
 from services.contracts.placement import Placement
-from services.kvtransfer.messages import Units
-from services.runtime.cuda import Device, Stream, array_interface, call
+from services.kvtransfer.pieces import SEAL_BYTES, Piece
+from services.kvtransfer.session import Limits
+from services.runtime.cuda import Device, Event, Stream, array_interface, call
 from services.runtime.worker_line import CudaArena
 
 RUN = np.dtype([("base", "u8"), ("stride", "u8"), ("payload", "u8"), ("begin", "u8"), ("ids", "u8")])  # as units.cu's
@@ -23,116 +25,138 @@ THREADS = 256
 BLOCKS_PER_SM = 8
 SLICE = 32 << 10  # as units.cu's: what one block of threads moves in a turn
 WORD = 8  # bytes
-KNOWN = 1024  # combinations of fields that are remembered
-RUN_WORDS = RUN.itemsize // WORD
+TABLES = 16  # made at the start
+KNOWN = 4096  # shapes of pieces that are remembered
 
 
-class Frame:
-    """A frame's bytes, as UCXX takes them."""
+class Buffer:
+    """Device memory, as UCXX takes it."""
 
     def __init__(self, address: int, length: int):
         self.__cuda_array_interface__ = array_interface(address, length)
 
 
 class CudaMemory:
-    """Made on any thread; gather, verify and scatter are one thread's, one at a time."""
+    """Made on any thread; pack and unpack are one thread's."""
 
     pinned = True  # device memory does not move
     checksum = "sum64"
 
     @classmethod
-    def open(cls, placement: Placement, arenas: Sequence[CudaArena], frames: int, frame_bytes: int) -> "CudaMemory":
-        """The pools of another process. ConfigError if they cannot be opened, or if the staging frames do not fit beside
+    def open(cls, placement: Placement, arenas: Sequence[CudaArena], limits: Limits) -> "CudaMemory":
+        """The pools of another process. ConfigError if they cannot be opened, or if the staging memory does not fit beside
         them."""
         device = Device.with_uuid(arenas[0].device)
-        return cls(placement, device, [device.open(arena.handle) for arena in arenas], frames, frame_bytes)
+        return cls(placement, device, [device.open(arena.handle) for arena in arenas], limits)
 
-    def __init__(self, placement: Placement, device: Device, arenas: Sequence[int], frames: int, frame_bytes: int):
+    def __init__(self, placement: Placement, device: Device, arenas: Sequence[int], limits: Limits):
         """`arenas`: addresses on the device, of each arena of the record."""
         self._device = device
         bases = {it.arena_id: address for it, address in zip(placement.arenas, arenas, strict=True)}
         self._fields = np.zeros(len(placement.fields), RUN)
         for number, it in enumerate(placement.fields):
             self._fields[number] = (bases[it.arena_id] + it.offset, it.unit_stride, it.payload, 0, 0)
-        self._known: dict[tuple[int, ...], tuple[npt.NDArray[np.void], int]] = {}
-        self._frame_bytes = -(-frame_bytes // 256) * 256  # the next frame is aligned too
-        self._frames = device.allocate(frames * self._frame_bytes)
+        self._staging = device.allocate(limits.staging_bytes)
         source = Path(__file__).with_name("units.cu").read_text()
         self._gather, self._scatter, self._verify = device.compile(source, ("gather", "scatter", "verify"))
         self._blocks = BLOCKS_PER_SM * device.multiprocessors
         self._stream = Stream(device)
-        # What a kernel is told, in pinned memory and on the device: [the sum, 0 before][runs][ids]
-        units = frame_bytes // min(it.payload for it in placement.fields)
-        size = WORD + units * (RUN.itemsize + WORD)
-        self._table = _pinned(size)
-        self._told = device.allocate(size)
+        longest = max(min(limits.piece_bytes, limits.frame_bytes), placement.largest_unit)
+        self._units = longest // min(it.payload for it in placement.fields)
+        self._free = [Table(device, self._stream, self._units) for _ in range(TABLES)]
+        self._known: dict[tuple[tuple[tuple[int, ...], int], ...], npt.NDArray[np.uint64]] = {}
 
-    def frame(self, index: int, length: int) -> Frame:
-        return Frame(self._frames.address + index * self._frame_bytes, length)
+    def enter(self) -> None:
+        self._device.enter()  # for UCX too, which looks for it when it moves bytes
 
-    def gather(self, index: int, units: Sequence[Units]) -> int:
-        self._move(self._gather, index, units, summed=True)
-        return self._wait_for_sum()
+    def buffer(self, at: int, length: int) -> Buffer:
+        return Buffer(self._staging.address + at, length)
 
-    def verify(self, index: int, length: int, checksum: int) -> bool:
-        self._device.enter()
-        self._table[:1] = 0
-        self._tell(WORD)
-        self._launch(self._verify, length // THREADS // 64 + 1, (self._address(index), length, self._told.address))
-        return self._wait_for_sum() == checksum
+    def pack(self, at: int, piece: Piece, tag: int) -> "GpuCopy":
+        table, address = self._table(), self._staging.address + at
+        runs, count, ids = table.tell(self._runs(piece), piece, tag)
+        table.intact[0] = True
+        slices = -(-piece.length // SLICE)
+        self._launch(self._gather, slices, address, piece.length, runs, count, ids, table.seal + WORD)
+        self._stream.copy(address + piece.length, table.seal, SEAL_BYTES)
+        return self._copy(table)
 
-    def scatter(self, index: int, units: Sequence[Units]) -> None:
-        self._move(self._scatter, index, units, summed=False)
-        self._stream.wait()
+    def unpack(self, at: int, piece: Piece, tag: int) -> "GpuCopy":
+        table, address = self._table(), self._staging.address + at
+        runs, count, ids = table.tell(self._runs(piece), piece, tag)
+        self._launch(self._verify, piece.length // THREADS // 64 + 1, address, piece.length, table.seal + WORD)
+        slices = -(-piece.length // SLICE)
+        self._launch(self._scatter, slices, address, piece.length, runs, count, ids, table.seal, table.intact_address)
+        return self._copy(table)
 
-    def _move(self, kernel: Any, index: int, units: Sequence[Units], summed: bool) -> None:
-        """Launch it for `units`, which lie one after the other from the frame's start on."""
-        self._device.enter()
-        units = [run for run in units if run.ids]
-        count = sum(len(run.fields) for run in units)
-        runs, ids = self._table[1 : 1 + count * RUN_WORDS].view(RUN), self._table[1 + count * RUN_WORDS :]
-        at, length, place = 0, 0, 0
-        for run in units:
-            fields, size = self._runs_of(run.fields)
-            rows = runs[at : at + len(fields)]
-            rows[:] = fields
-            rows["begin"] *= np.uint64(len(run.ids))
-            rows["begin"] += np.uint64(length)
-            rows["ids"] = place
-            ids[place : place + len(run.ids)] = run.ids
-            at, length, place = at + len(fields), length + size * len(run.ids), place + len(run.ids)
-        self._table[0] = 0
-        self._tell((1 + count * RUN_WORDS + place) * WORD)
-        if count:
-            told = self._told.address
-            arguments = (self._address(index), length, told + WORD, count, told + (1 + count * RUN_WORDS) * WORD)
-            self._launch(kernel, -(-length // SLICE), (*arguments, told) if summed else arguments)
-
-    def _runs_of(self, fields: tuple[int, ...]) -> tuple[npt.NDArray[np.void], int]:
-        """Runs of one unit of each of these fields, and their bytes together. Sessions name the same fields again and again."""
-        known = self._known.get(fields)
+    def _runs(self, piece: Piece) -> npt.NDArray[np.uint64]:
+        """RUN of each field of each of its units, as words. Pieces of one shape have the same."""
+        shape = tuple((run.fields, len(run.ids)) for run in piece.units)
+        known = self._known.get(shape)
         if known is None:
-            rows = self._fields[list(fields)]
-            ends = np.cumsum(rows["payload"])
-            rows["begin"][1:] = ends[:-1]
+            counts = np.array([count for fields, count in shape for _ in fields], np.uint64)
+            firsts = np.cumsum([0, *(count for _, count in shape)])
+            runs = self._fields[[field for fields, _ in shape for field in fields]]
+            runs["begin"][1:] = np.cumsum(runs["payload"] * counts)[:-1]
+            runs["ids"] = [first for first, (fields, _) in zip(firsts, shape, strict=False) for _ in fields]
             if len(self._known) >= KNOWN:
                 self._known.clear()
-            known = self._known[fields] = rows, int(ends[-1])
+            known = self._known[shape] = runs.view(np.uint64)
         return known
 
-    def _address(self, index: int) -> int:
-        return self._frames.address + index * self._frame_bytes
+    def _table(self) -> "Table":
+        """One that no copy uses. There are as many as there were copies at once, and making one stops the device."""
+        return self._free.pop() if self._free else Table(self._device, self._stream, self._units)
 
-    def _tell(self, length: int) -> None:
-        self._stream.write(self._told.address, self._table.ctypes.data, length)
+    def _copy(self, table: "Table") -> "GpuCopy":
+        table.passed.record(self._stream)
+        return GpuCopy(table, self._free)
 
-    def _launch(self, kernel: Any, slices: int, arguments: tuple[int, ...]) -> None:
+    def _launch(self, kernel: Any, slices: int, *arguments: int) -> None:
         self._stream.launch(kernel, max(1, min(slices, self._blocks)), THREADS, *arguments)
 
-    def _wait_for_sum(self) -> int:
-        self._stream.read(self._table.ctypes.data, self._told.address, WORD)
-        self._stream.wait()
-        return int(self._table[0])
+
+class Table:
+    """What the kernels of one copy are told, in pinned memory and on the device: [tag][the sum, 0 before][runs][ids]; and
+    what the host hears of it: an event, and whether the seal was right."""
+
+    def __init__(self, device: Device, stream: Stream, units: int):
+        """`units`: most that a piece has."""
+        size = SEAL_BYTES + units * (RUN.itemsize + WORD)
+        self._stream, self._memory, self._told = stream, _pinned(size), device.allocate(size)
+        self._address = self._memory.ctypes.data
+        self.seal = self._told.address
+        self.intact = _pinned(WORD)
+        self.intact_address = self.intact.ctypes.data
+        self.passed = Event(device)
+
+    def tell(self, runs: npt.NDArray[np.uint64], piece: Piece, tag: int) -> tuple[int, int, int]:
+        """Put the units on the device -> address and number of runs, and address of ids."""
+        ids = piece.units[0].ids if len(piece.units) == 1 else [unit for run in piece.units for unit in run.ids]
+        begin = SEAL_BYTES // WORD
+        end = begin + len(runs)
+        self._memory[0], self._memory[1] = tag, 0
+        self._memory[begin:end] = runs
+        self._memory[end : end + len(ids)] = ids
+        self._stream.write(self.seal, self._address, (end + len(ids)) * WORD)
+        return self.seal + begin * WORD, len(runs) * WORD // RUN.itemsize, self.seal + end * WORD
+
+
+class GpuCopy:
+    """Copy of a GPU. Its table is free again once it was seen to be completed."""
+
+    def __init__(self, table: Table, free: list[Table]):
+        self._table: Table | None = table
+        self._free = free
+        self.intact = False
+
+    @property
+    def completed(self) -> bool:
+        if self._table is not None and self._table.passed.reached:
+            self.intact = bool(self._table.intact[0])
+            self._free.append(self._table)
+            self._table = None
+        return self._table is None
 
 
 def _pinned(length: int) -> npt.NDArray[np.uint64]:

@@ -1,12 +1,11 @@
-"""Gather, verify and scatter: cache units between a rank's pools and staging frames (pure over buffers).
-
-A frame holds whole units one after the other, so the extents of its message say all about its bytes.
-"""
+"""Gather, verify and scatter: pieces of frames between a rank's pools and staging memory (pure over buffers)."""
 
 import ctypes
 import mmap
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,47 +14,71 @@ import xxhash
 
 from k3mesh.errors import ConfigError
 from services.contracts.placement import Placement
-from services.kvtransfer.messages import Units
+from services.kvtransfer.pieces import SEAL_BYTES, Piece, Units
 
 Bytes = npt.NDArray[np.uint8]
 MLOCK_ONFAULT = 1  # of <sys/mman.h>
+SEAL = struct.Struct("<QQ")  # tag, checksum
+assert SEAL.size == SEAL_BYTES
+
+
+class Copy(Protocol):
+    """Of a piece between pools and staging memory."""
+
+    @property
+    def completed(self) -> bool:
+        """Neither is touched any more."""
+        ...
+
+    @property
+    def intact(self) -> bool:
+        """The seal was right. Once it is completed."""
+        ...
 
 
 class CacheMemory(Protocol):
-    """A rank's pools and the agent's staging frames. The session knows units and frames by number; this knows where they are.
+    """A rank's pools and the agent's staging memory. The session knows units by number; this knows where they are."""
 
-    Only `frame` is called on the loop; the others are the copier's, one at a time.
-    """
+    checksum: str  # which one seals hold: "xxh3_64", or "sum64" of units.cu
+    pinned: bool  # the staging memory stays where it is
 
-    checksum: str  # which one `gather` returns: "xxh3_64", or "sum64" of units.cu
-    pinned: bool  # the frames stay where they are
-
-    def frame(self, index: int, length: int) -> Any:
-        """A frame's first `length` bytes, as the transport takes them."""
+    def enter(self) -> None:
+        """The calling thread is the one that packs, unpacks, and drives the transport."""
         ...
 
-    def gather(self, index: int, units: Sequence[Units]) -> int:
-        """Copy `units` to the start of a frame -> the checksum of what was copied."""
+    def buffer(self, at: int, length: int) -> Any:
+        """`length` bytes of staging memory, as the transport takes them."""
         ...
 
-    def verify(self, index: int, length: int, checksum: int) -> bool:
-        """Whether a frame's first `length` bytes have this checksum."""
+    def pack(self, at: int, piece: Piece, tag: int) -> Copy:
+        """Copy a piece's units to the staging memory at `at`, and put its seal behind them."""
         ...
 
-    def scatter(self, index: int, units: Sequence[Units]) -> None:
-        """Copy a frame from its start to `units`."""
+    def unpack(self, at: int, piece: Piece, tag: int) -> Copy:
+        """Copy a piece from there to its units if its seal is right; if not, touch none of them."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A copy that is over when it is known."""
+
+    intact: bool = True
+
+    @property
+    def completed(self) -> bool:
+        return True
 
 
 class HostMemory:
-    """CacheMemory of a CPU: the worker's arenas, mapped here, and a ring of this process's own.
+    """CacheMemory of a CPU: the worker's arenas, mapped here, and staging memory of this process's own.
 
-    Frames become resident as they are first used; if `pinned`, they stay so.
+    That becomes resident as it is first used; if `pinned`, it stays so.
     """
 
     checksum = "xxh3_64"
 
-    def __init__(self, placement: Placement, arenas: Sequence[Any], frames: int, frame_bytes: int):
+    def __init__(self, placement: Placement, arenas: Sequence[Any], staging_bytes: int):
         """`arenas`: one buffer for each arena of the record, at least as long as it says."""
         buffers = {
             arena.arena_id: np.frombuffer(buffer, np.uint8) for arena, buffer in zip(placement.arenas, arenas, strict=True)
@@ -66,42 +89,46 @@ class HostMemory:
             memory = buffers[field.arena_id]
             view = np.lib.stride_tricks.as_strided(memory[field.offset :], shape, strides, writeable=memory.flags.writeable)
             self._fields.append(view)
-        staging = mmap.mmap(-1, frames * frame_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared has no huge pages
+        staging = mmap.mmap(-1, staging_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared has no huge pages
         with suppress(OSError):  # a kernel without huge pages
-            staging.madvise(mmap.MADV_HUGEPAGE)  # 4 faults for a frame's first use instead of 2,000
+            staging.madvise(mmap.MADV_HUGEPAGE)  # one fault for a piece's first use instead of 256
         self.pinned = _pin(staging)
-        self._frames: Bytes = np.frombuffer(staging, np.uint8).reshape(frames, frame_bytes)
+        self._staging: Bytes = np.frombuffer(staging, np.uint8)
 
-    def frame(self, index: int, length: int) -> Bytes:
-        return self._frames[index, :length]
+    def enter(self) -> None:
+        """Any thread may."""
 
-    def gather(self, index: int, units: Sequence[Units]) -> int:
-        frame, at = self._frames[index], 0
-        summed = xxhash.xxh3_64()
-        for field, unit in self._each(units):
+    def buffer(self, at: int, length: int) -> Bytes:
+        return self._staging[at : at + length]
+
+    def pack(self, at: int, piece: Piece, tag: int) -> Copied:
+        staging, summed = self._staging, xxhash.xxh3_64()
+        for field, unit in _each(self._fields, piece.units):
             end = at + field.shape[1]
-            frame[at:end] = field[unit]
-            summed.update(frame[at:end].data)  # now, while it is in the core's cache
+            staging[at:end] = field[unit]
+            summed.update(staging[at:end].data)  # now, while it is in the core's cache
             at = end
-        return summed.intdigest()
+        SEAL.pack_into(staging.data, at, tag, summed.intdigest())
+        return Copied()
 
-    def verify(self, index: int, length: int, checksum: int) -> bool:
-        return xxhash.xxh3_64_intdigest(self.frame(index, length).data) == checksum
-
-    def scatter(self, index: int, units: Sequence[Units]) -> None:
-        frame, at = self._frames[index], 0
-        for field, unit in self._each(units):
+    def unpack(self, at: int, piece: Piece, tag: int) -> Copied:
+        staging, end = self._staging, at + piece.length
+        if SEAL.unpack_from(staging.data, end) != (tag, xxhash.xxh3_64_intdigest(staging[at:end].data)):
+            return Copied(intact=False)
+        for field, unit in _each(self._fields, piece.units):
             end = at + field.shape[1]
-            field[unit] = frame[at:end]
+            field[unit] = staging[at:end]
             at = end
+        return Copied()
 
-    def _each(self, units: Sequence[Units]) -> Iterator[tuple[Bytes, int]]:
-        """Field and number of each unit, in the order of the frame."""
-        for run in units:
-            for index in run.fields:
-                field = self._fields[index]
-                for unit in run.ids:
-                    yield field, unit
+
+def _each(fields: Sequence[Bytes], units: Sequence[Units]) -> Iterator[tuple[Bytes, int]]:
+    """Field and number of each unit, in the order of the piece."""
+    for run in units:
+        for index in run.fields:
+            field = fields[index]
+            for unit in run.ids:
+                yield field, unit
 
 
 def _pin(memory: mmap.mmap) -> bool:

@@ -13,6 +13,7 @@ async def main(process: Process, arguments: AgentArguments) -> None:
         role=arguments.disaggregation_mode,
         rank=arguments.rank,
         listen=arguments.listen,
+        peer_listen=arguments.peer_listen or f"{arguments.listen.rpartition(':')[0]}:0",
         agent_socket=arguments.agent_socket,
         startup_timeout=arguments.startup_timeout,
     )
@@ -21,6 +22,8 @@ async def main(process: Process, arguments: AgentArguments) -> None:
         return Limits(
             frame_bytes=arguments.transfer_frame_bytes or profile.frame_bytes,
             frames=arguments.transfer_frames or profile.frames,
+            window=profile.window,
+            piece_bytes=profile.piece_bytes,
         )
 
     await Agent(place, limits).run(process)

@@ -19,10 +19,10 @@ def profile_of(arenas: Arenas) -> Profile:
 
 
 def open_memory(placement: Placement, arenas: Arenas, limits: Limits) -> CacheMemory:
-    """The pools and staging frames beside them. ConfigError if this process cannot reach the memory, or lacks some."""
+    """The pools and the staging memory beside them. ConfigError if this process cannot reach the memory, or lacks some."""
     on_gpu = [it for it in arenas if isinstance(it, CudaArena)]
     if not on_gpu:
-        return HostMemory(placement, arenas, limits.frames, limits.frame_bytes)
+        return HostMemory(placement, arenas, limits.staging_bytes)
     try:
         from services.kvtransfer.cuda_memory import CudaMemory
     except ImportError as error:
@@ -30,4 +30,4 @@ def open_memory(placement: Placement, arenas: Arenas, limits: Limits) -> CacheMe
             f"the pools of {placement.name} are on a GPU, and {error.name} is not installed here; install cuda-bindings, or "
             "keep the pools on the CPU"
         ) from None
-    return CudaMemory.open(placement, on_gpu, limits.frames, limits.frame_bytes)
+    return CudaMemory.open(placement, on_gpu, limits)

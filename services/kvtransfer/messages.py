@@ -10,6 +10,7 @@ from services.contracts.barriers import Handoff
 from services.contracts.messages import Failure
 from services.contracts.placement import Manifest, Placement
 from services.kvtransfer.credits import FrameId
+from services.kvtransfer.pieces import Piece
 
 Room = int
 Link = NewType("Link", int)  # one life of a stream to a peer agent; a reconnect is another
@@ -90,9 +91,8 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    seq: int
-    length: int  # bytes
-    checksum: int  # as CacheMemory.checksum says
+    seq: int  # of its first piece; the others follow
+    length: int  # bytes of its units
     extents: tuple[Extent, ...]
 
 
@@ -172,44 +172,27 @@ class PeerGone:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
-    frame: FrameId
-    checksum: int
-
-
-@dataclass(frozen=True, slots=True)
 class Sent:
-    """The frame's bytes are out of the staging memory, or never will be."""
+    """Nothing of the frame is read any more: its bytes are out, or never will be."""
 
-    frame: FrameId
+    link: Link
+    seq: int
     error: str | None = None
     peer_gone: bool = False  # the error is the link's
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
+    """Nothing is written any more, to the frame's staging memory or to its units. `intact`: every seal was right, and all units
+    are in the pools. A piece whose seal is wrong has touched none of its units."""
+
     frame: FrameId
+    intact: bool = True
     error: str | None = None
     peer_gone: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Installed:
-    """`intact`: the checksum was right, and the units are in the pools. If it was not, none of them was touched."""
-
-    frame: FrameId
-    intact: bool
-
-
 # ---- effects
-@dataclass(frozen=True, slots=True)
-class Units:
-    """Cache units of fields of this rank: block ids of paged fields, the slot of slot fields; field after field."""
-
-    fields: tuple[int, ...]
-    ids: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class ToPeer:
     link: Link
@@ -222,42 +205,22 @@ class ToScheduler:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
-    """Copy units into a staging frame, one after the other, and sum the bytes up -> Gathered."""
-
-    frame: FrameId
-    units: tuple[Units, ...]
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class Send:
-    """-> Sent."""
+    """Copy the units of a frame out of the pools, piece by piece, and send them -> Sent."""
 
-    frame: FrameId
     link: Link
     seq: int
-    length: int
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """-> Received."""
+    """Receive the pieces of a frame, and copy each into the pools if its seal is right -> Received."""
 
     frame: FrameId
     link: Link
     seq: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Install:
-    """Verify a received frame and, only if it is intact, copy its units into the pools -> Installed."""
-
-    frame: FrameId
-    length: int
-    checksum: int
-    units: tuple[Units, ...]
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,4 +231,4 @@ class CloseLink:
     reason: str
 
 
-Effect = ToPeer | ToScheduler | Gather | Send | Receive | Install | CloseLink
+Effect = ToPeer | ToScheduler | Send | Receive | CloseLink

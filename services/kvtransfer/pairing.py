@@ -4,25 +4,21 @@ A pairing lives and dies as a whole, since every room needs every stage.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
-
-import grpc.aio
 
 from k3mesh.errors import ConfigError, EngineLost, MeshError
-from k3mesh.v1 import transfer_pb2, transfer_pb2_grpc
+from services.contracts.flags import split_address
 from services.contracts.placement import pair_check
 from services.kvtransfer.link import Hello, PeerLink
 from services.kvtransfer.messages import Failure, Paired, PeerGone
 from services.kvtransfer.peers import Peers
-from services.runtime import channels
 from services.runtime.telemetry import log
 
 DIAL_S = 30.0  # for one pairing, from PairWith or from its loss
 PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
-FAREWELL_S = 1.0  # for the last words of a link
+CONNECT_S = 5.0
 EPOCHS = 1 << 16
 
 
@@ -47,7 +43,6 @@ class Outcome:
 class Dialled:
     link: PeerLink
     peer: Hello
-    source: AsyncIterator[transfer_pb2.PeerMessage]
 
 
 class Pairer:
@@ -121,17 +116,11 @@ class Pairer:
         """Links to all stages, checked as a pair. EngineLost if one cannot be had now, ConfigError if the pair is wrong."""
 
         async def dial(link_id: int, address: str) -> Dialled:
-            link = self._peers.new_link()
+            link = self._peers.new_link(*await _connect(address))
             links.append(link)
-            channel = await stack.enter_async_context(channels.open_channel(address))
-            call = transfer_pb2_grpc.TransferPeerStub(channel).Link(link.outgoing())
-            stack.push_async_callback(self._leave, link, call)
+            stack.push_async_callback(self._leave, link)
             link.say_hello(self._peers.hello(link_id, self._link_epoch))
-            source = aiter(call)
-            try:
-                peer = await link.hear_hello(source)
-            except grpc.aio.AioRpcError as error:
-                raise channels.translate(error, f"the prefill agent at {address}") from error
+            peer = await link.hear_hello()
             found = (peer.placement.engine_id, peer.placement.engine_epoch)
             if found != (wanted.engine_id, wanted.engine_epoch):
                 raise EngineLost(
@@ -139,7 +128,7 @@ class Pairer:
                     f"in epoch {wanted.engine_epoch}",
                     detail="PD_STALE",
                 )
-            return Dialled(link, peer, source)
+            return Dialled(link, peer)
 
         results = await asyncio.gather(*(dial(n, address) for n, address in enumerate(wanted.agents)), return_exceptions=True)
         dialled = [result for result in results if isinstance(result, Dialled)]
@@ -151,7 +140,7 @@ class Pairer:
 
     async def _carry(self, dialled: Sequence[Dialled]) -> PeerLink:
         """Until the first link ends, by itself or by cancellation; the others end with it, and all endpoints are fenced."""
-        readers = [asyncio.ensure_future(it.link.read(it.source, self._peers.post)) for it in dialled]
+        readers = [asyncio.ensure_future(it.link.read(self._peers.post)) for it in dialled]
         try:
             await asyncio.wait([it.link.ended for it in dialled], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -164,13 +153,19 @@ class Pairer:
             await asyncio.wait(readers)
         return lost
 
-    async def _leave(self, link: PeerLink, call: Any) -> None:
-        """Let what is queued go out, then end the call."""
+    async def _leave(self, link: PeerLink) -> None:
         link.close("not needed any more")
-        try:
-            async with asyncio.timeout(FAREWELL_S):
-                await call.code()
-        except TimeoutError:
-            pass
-        call.cancel()
         self._peers.part(link)
+        await link.leave()
+
+
+async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """EngineLost if nobody answers there."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            return await asyncio.open_connection(*split_address(address))
+    except (OSError, TimeoutError) as error:
+        reason = str(error) or f"no answer within {CONNECT_S:g} s"
+        raise EngineLost(
+            f"the prefill agent at {address} does not answer ({reason}); check that it runs", detail="PD_PEER_DEAD"
+        ) from error

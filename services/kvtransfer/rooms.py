@@ -2,33 +2,26 @@
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from services.contracts.barriers import Handoff
 from services.contracts.geometry import PAGED
 from services.contracts.placement import Manifest, Placement
 from services.kvtransfer import messages as m
-from services.kvtransfer.credits import FrameId
+from services.kvtransfer.pieces import Piece, Units
 from services.kvtransfer.session import Phase
 
-
 # ---- P
-class OutgoingState(Enum):
-    GATHERING = auto()
-    OFFERED = auto()
-    SENDING = auto()
+Offered = tuple[m.Link, int]  # a frame of P, by its link and sequence number
 
 
 @dataclass(slots=True)
 class Outgoing:
-    """A staging frame in use on P."""
+    """A frame that D knows of and does not have yet."""
 
     room: m.Room
-    link: m.Link
-    extents: tuple[m.Extent, ...]
     length: int
-    state: OutgoingState = OutgoingState.GATHERING
-    seq: int = -1
+    pieces: tuple[Piece, ...]
+    granted: bool = False  # and being sent
 
 
 @dataclass(slots=True)
@@ -58,7 +51,7 @@ class Source:
     done: bool = False  # StageDone is out
     progress_at: float = 0.0
     resume_by: float = 0.0  # without a link
-    held: set[FrameId] = field(default_factory=set[FrameId])
+    held: set[Offered] = field(default_factory=set[Offered])  # its frames that are offered or being sent
     # of a failed room
     grants_over: bool = False  # the peer will not grant any more
     peer_waits: bool = False  # for our Drained
@@ -69,27 +62,22 @@ class Source:
         self.link, self.done = link, False
         self.offered_bytes = self.offered_frames = 0
 
-    def units(self, extent: m.Extent, paged: bool) -> m.Units:
+    def units(self, extent: m.Extent, paged: bool) -> Units:
         first = self.manifest.first_block + extent.first
-        return m.Units(extent.fields, tuple(self.table[first : first + extent.count]) if paged else (self.slot,))
+        return Units(extent.fields, tuple(self.table[first : first + extent.count]) if paged else (self.slot,))
 
 
 # ---- D
-class IncomingState(Enum):
-    RECEIVING = auto()
-    INSTALLING = auto()
-
-
 @dataclass(slots=True)
 class Incoming:
-    """A staging frame in use on D. Once its room has failed it is quarantined: received, and thrown away."""
+    """A staging frame in use on D. Once its room has failed it is quarantined: it
+    holds on to the room's units until nothing writes to them any more."""
 
     room: m.Room
     link: m.Link
     stage: int
     frame: m.Frame
     since: float  # of its grant
-    state: IncomingState = IncomingState.RECEIVING
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ revive it.
 
 A lost link fails no room by itself: the room waits a moment for the next link to the same life of the peer, which has an epoch of
 its own. D then offers it anew to every stage that it has not acknowledged, and such a stage sends all of its units again. What
-is still under way of the old link is received into staging memory and thrown away.
+was under way of the old link ends with it, before anything of the new one begins: its endpoint is fenced.
 
 Stopping a room takes both sides: whoever stops it says CancelRoom, the other answers Drained when nothing of it is in
 flight there. D grants nothing after either; P honours what was granted before (D's receives are posted) and keeps frames
@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 from services.contracts.events import DeadlinePassed
 from services.contracts.placement import Placement
 from services.kvtransfer.messages import Effect, PeerMessage, Report, Room, ToPeer, ToScheduler
+from services.kvtransfer.pieces import frame_room
 
 TOTALS = ("bytes_sent", "bytes_received", "frames", "rooms_ok", "rooms_failed", "stale_messages")
 
@@ -40,11 +41,12 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes and times of one agent. `frames * frame_bytes` is its staging memory."""
+    """Sizes and times of one agent."""
 
-    frame_bytes: int = 8 << 20
-    frames: int = 12
-    window: int = 6  # staging frames that one link may hold: W of the credits
+    frame_bytes: int = 32 << 20
+    frames: int = 4
+    window: int = 2  # staging frames that one link may hold: W of the credits
+    piece_bytes: int = 1 << 20  # of a frame, that one message carries
     bootstrap: float = 120.0  # seconds until every stage has accepted
     progress: float = 30.0  # seconds that a granted frame or an unanswered offer may take
     resume: float = 5.0  # seconds that a room waits for a new link
@@ -54,8 +56,13 @@ class Limits:
     tombstones: int = 4096
 
     @property
+    def frame_room(self) -> int:
+        """Bytes of staging memory that one frame takes."""
+        return frame_room(self.frame_bytes, self.piece_bytes)
+
+    @property
     def staging_bytes(self) -> int:
-        return self.frames * self.frame_bytes
+        return self.frames * self.frame_room
 
 
 class Tombstones:

@@ -8,7 +8,8 @@ from services.contracts.geometry import PAGED
 from services.contracts.placement import Manifest, Placement
 from services.kvtransfer import messages as m
 from services.kvtransfer.credits import FairQueue, FrameId, Ring
-from services.kvtransfer.rooms import Claims, Incoming, IncomingState, Pairing, Share, Sink, end_fault
+from services.kvtransfer.pieces import Units, cut
+from services.kvtransfer.rooms import Claims, Incoming, Pairing, Share, Sink, end_fault
 from services.kvtransfer.session import Limits, Phase, Session
 
 
@@ -23,7 +24,6 @@ class SinkSession(Session):
         Manifest: "_expect",
         m.CancelRoom: "_cancel",
         m.Received: "_received",
-        m.Installed: "_installed",
     }
     from_peer: ClassVar[dict[type, str]] = {
         m.OfferReply: "_offer_reply",
@@ -35,6 +35,7 @@ class SinkSession(Session):
 
     def __init__(self, placement: Placement, limits: Limits):
         super().__init__(placement, limits)
+        self._payloads = tuple(field.payload for field in placement.fields)
         self._pairing: Pairing | None = None
         self._lost: Pairing | None = None  # until it stands again or its rooms have given up
         self._loss = ""  # why
@@ -177,13 +178,14 @@ class SinkSession(Session):
         return sink.shares[stage].announce(frame, self._pairing.stages[stage], len(sink.manifest.blocks))
 
     def pump(self) -> None:
-        """Grant what waits, as far as staging frames and windows allow. A grant is one posted receive."""
+        """Grant what waits, as far as staging frames and windows allow: what is granted has its receives posted."""
         grants: dict[tuple[m.Link, m.Room], list[int]] = {}
         while (turn := self._waiting.turn(self._ring.can_take)) is not None:
             link, (room, stage, frame) = turn
             frame_id = self._ring.take(link)
             self._frames[frame_id] = Incoming(room, link, stage, frame, self._now)
-            self.emit(m.Receive(frame_id, link, frame.seq, frame.length))
+            units = self._units(self._rooms[room], stage, frame)
+            self.emit(m.Receive(frame_id, link, frame.seq, cut(units, self._payloads, self.limits.piece_bytes)))
             grants.setdefault((link, room), []).append(frame.seq)
         for (link, room), seqs in grants.items():
             self.tell(link, m.Grant(room, tuple(seqs)))
@@ -200,41 +202,34 @@ class SinkSession(Session):
             message = f"room {incoming.room:x}: receiving a frame of stage {incoming.stage} failed: {event.error}"
             self._fail(incoming.room, m.transfer_failed("PD_TRANSFER", message))
             self._free(event.frame)
+        elif not event.intact:
+            message = f"room {incoming.room:x}: a checksum of frame {incoming.frame.seq} of stage {incoming.stage} is wrong"
+            self._fail(incoming.room, m.transfer_failed("PD_BYTES", message))
+            self._free(event.frame)
         else:
             self.totals["bytes_received"] += incoming.frame.length
             self.totals["frames"] += 1
             if sink.phase is Phase.BOOTSTRAPPED:
                 sink.phase = Phase.TRANSFERRING
-            sink.first_byte, sink.last_byte = sink.first_byte or self._now, self._now
-            incoming.state = IncomingState.INSTALLING
-            frame = incoming.frame
-            self.emit(m.Install(event.frame, frame.length, frame.checksum, self._units(sink, incoming)))
-
-    def _units(self, sink: Sink, incoming: Incoming) -> tuple[m.Units, ...]:
-        assert self._pairing is not None, "a live room has its pairing"
-        own = self._pairing.fields[incoming.stage]
-
-        def units(extent: m.Extent) -> m.Units:
-            fields = tuple(own[index] for index in extent.fields)
-            if self.placement.fields[fields[0]].kind == PAGED:
-                return m.Units(fields, sink.manifest.blocks[extent.first : extent.first + extent.count])
-            return m.Units(fields, (sink.manifest.slot,))
-
-        return tuple(units(extent) for extent in incoming.frame.extents)
-
-    def _installed(self, event: m.Installed) -> None:
-        incoming = self._frames[event.frame]
-        sink = self._destination(incoming)
-        if sink is not None and event.intact:
+            sink.first_byte, sink.last_byte = sink.first_byte or incoming.since, self._now
             share = sink.shares[incoming.stage]
             share.frames += 1
             share.bytes += incoming.frame.length
-        elif sink is not None:
-            message = f"room {incoming.room:x}: the checksum of frame {incoming.frame.seq} of stage {incoming.stage} is wrong"
-            self._fail(incoming.room, m.transfer_failed("PD_BYTES", message))
-        self._free(event.frame)
-        if sink is not None and event.intact:
+            self._free(event.frame)
             self._advance(incoming.room, sink, incoming.stage, incoming.link)
+
+    def _units(self, sink: Sink, stage: int, frame: m.Frame) -> list[Units]:
+        """Where its units belong on this rank."""
+        assert self._pairing is not None, "a live room has its pairing"
+        own = self._pairing.fields[stage]
+
+        def units(extent: m.Extent) -> Units:
+            fields = tuple(own[index] for index in extent.fields)
+            if self.placement.fields[fields[0]].kind == PAGED:
+                return Units(fields, sink.manifest.blocks[extent.first : extent.first + extent.count])
+            return Units(fields, (sink.manifest.slot,))
+
+        return [units(extent) for extent in frame.extents]
 
     def _free(self, frame: FrameId) -> None:
         incoming = self._frames.pop(frame)
@@ -319,7 +314,7 @@ class SinkSession(Session):
     def _fail(
         self, room: m.Room, failure: m.Failure, tell_scheduler: bool = True, tell_peers: bool = True, but: m.Link | None = None
     ) -> None:
-        """Stop the room: nothing is granted or scattered for it any more. `but` is the peer that stopped it."""
+        """Stop the room: nothing is granted for it any more. `but` is the peer that stopped it."""
         sink = self._rooms[room]
         sink.phase = Phase.FAILED
         sink.drain_by = self._now + self.limits.drain
@@ -374,7 +369,7 @@ class SinkSession(Session):
             if sink.phase is Phase.BOOTSTRAPPING:
                 yield sink.accept_by, lambda room=room: self._not_accepted(room)
         for incoming in self._frames.values():
-            if incoming.state is IncomingState.RECEIVING and self._destination(incoming) is not None:
+            if self._destination(incoming) is not None:
                 yield incoming.since + self.limits.progress, lambda incoming=incoming: self._not_come(incoming)
 
     def _not_resumed(self, room: m.Room) -> None:

@@ -8,8 +8,9 @@ from services.contracts.barriers import ChunkStarted, FieldsReady, ForgetLocal, 
 from services.contracts.geometry import PAGED, blocks_for
 from services.contracts.placement import Manifest, Placement, chunk_positions
 from services.kvtransfer import messages as m
-from services.kvtransfer.credits import FairQueue, FrameId, Ring
-from services.kvtransfer.rooms import Outgoing, OutgoingState, Peer, Source
+from services.kvtransfer.extents import bytes_of, frames_of
+from services.kvtransfer.pieces import cut
+from services.kvtransfer.rooms import Offered, Outgoing, Peer, Source
 from services.kvtransfer.session import Limits, Phase, Session
 
 SEQS = 1 << 32
@@ -27,7 +28,6 @@ class SourceSession(Session):
         FieldsReady: "_ready",
         HandoffReady: "_handoff",
         ForgetLocal: "_forget",
-        m.Gathered: "_gathered",
         m.Sent: "_sent",
     }
     from_peer: ClassVar[dict[type, str]] = {
@@ -45,10 +45,8 @@ class SourceSession(Session):
         self._peers: dict[m.Link, Peer] = {}
         self._rooms: dict[m.Room, Source] = {}
         self._steps: dict[int, list[tuple[m.Room, range, bool]]] = {}  # rows of running engine steps: room, positions, last
-        self._ring: Ring[m.Link] = Ring(limits.frames, limits.window)
-        self._frames: dict[FrameId, Outgoing] = {}
-        self._offered: dict[tuple[m.Link, int], FrameId] = {}
-        self._pending: FairQueue[m.Link, tuple[m.Room, m.Extent]] = FairQueue()
+        self._frames: dict[Offered, Outgoing] = {}
+        self._pending: dict[m.Room, list[m.Extent]] = {}  # written during this event
 
     # ---- links
     def _link_up(self, event: m.LinkUp) -> None:
@@ -77,12 +75,11 @@ class SourceSession(Session):
             elif event.gone:
                 self._fail(room, failure, tell_peer=False)
             else:
-                self._suspend(room, source)
+                self._suspend(source)
 
-    def _suspend(self, room: m.Room, source: Source) -> None:
-        """Until D offers it over another link. Frames that nobody will ask for any more are free."""
+    def _suspend(self, source: Source) -> None:
+        """Until D offers it over another link. Frames that nobody will ask for any more are forgotten."""
         source.link, source.resume_by = None, self._now + self.limits.resume
-        self._pending.drop(lambda item: item[0] == room)
         self._drop_offers(source)
 
     def _waiting_for(self, peer: Placement) -> list[tuple[m.Room, Source]]:
@@ -120,8 +117,7 @@ class SourceSession(Session):
         source.send_again(link)
         source.progress_at = self._now
         self.tell(link, m.OfferReply(room, source.manifest.attempt))
-        for extent in source.written:
-            self._pending.push(link, (room, extent))
+        self._pending[room] = list(source.written)
         self._finish(room, source)
 
     def _refusal(self, link: m.Link, manifest: Manifest) -> m.Failure | None:
@@ -177,12 +173,9 @@ class SourceSession(Session):
 
     def _write(self, room: m.Room, source: Source, extent: m.Extent) -> None:
         source.written.append(extent)
-        source.written_bytes += self._bytes_of(extent)
+        source.written_bytes += bytes_of(extent, self._payloads)
         if source.link is not None:
-            self._pending.push(source.link, (room, extent))
-
-    def _bytes_of(self, extent: m.Extent) -> int:
-        return sum(self._payloads[index] for index in extent.fields) * extent.count
+            self._pending.setdefault(room, []).append(extent)
 
     def _complete(self, room: m.Room, source: Source) -> None:
         expected = self.placement.expected_bytes(len(source.manifest.blocks))
@@ -205,102 +198,59 @@ class SourceSession(Session):
 
     # ---- frames
     def pump(self) -> None:
-        """Gather what is written and not yet offered, as far as staging frames and windows allow."""
-        while (turn := self._pending.turn(self._ring.can_take)) is not None:
-            link, (room, extent) = turn
-            extents, length = self._fill(link, room, extent)
-            frame = self._ring.take(link)
+        """Offer what is written. Nothing is copied before D has granted it: until then a frame is but its extents."""
+        written, self._pending = self._pending, {}
+        for room, extents in written.items():
             source = self._rooms[room]
-            source.held.add(frame)
+            assert source.link is not None, "what is written without a link waits for the next"
             source.phase = Phase.TRANSFERRING
-            self._frames[frame] = Outgoing(room, link, extents, length)
-            units = tuple(source.units(it, self._paged[it.fields[0]]) for it in extents)
-            self.emit(m.Gather(frame, units, length))
+            source.progress_at = self._now
+            frames = [
+                self._offer_frame(room, source, source.link, *it)
+                for it in frames_of(extents, self._payloads, self.limits.frame_bytes)
+            ]
+            self.tell(source.link, m.FrameBatch(room, source.manifest.attempt, tuple(frames)))
+            self._finish(room, source)
 
-    def _fill(self, link: m.Link, room: m.Room, extent: m.Extent) -> tuple[tuple[m.Extent, ...], int]:
-        """The extents of one frame: this one and those of the room that follow it, as many units as fit."""
-        extents: list[m.Extent] = []
-        length = 0
-        while True:
-            fits, rest = self._split(extent, self.limits.frame_bytes - length)
-            extents += fits
-            length += sum(map(self._bytes_of, fits))
-            for it in reversed(rest):
-                self._pending.put_back(link, (room, it))
-            following = self._pending.head(link)
-            if rest or following is None or following[0] != room:
-                break
-            _, extent = self._pending.pop(link)
-        return tuple(extents), length
-
-    def _split(self, extent: m.Extent, space: int) -> tuple[list[m.Extent], list[m.Extent]]:
-        """What of it fits into `space` bytes, and the rest: whole fields, units of the field that the cut goes through."""
-        if self._bytes_of(extent) <= space:
-            return [extent], []
-        whole = 0  # fields
-        while (size := self._payloads[extent.fields[whole]] * extent.count) <= space:
-            whole, space = whole + 1, space - size
-        here, units = extent.fields[whole], space // self._payloads[extent.fields[whole]]
-        fits = [m.Extent(extent.fields[:whole], extent.first, extent.count), m.Extent((here,), extent.first, units)]
-        rest = [
-            m.Extent((here,), extent.first + units, extent.count - units),
-            m.Extent(extent.fields[whole + 1 :], extent.first, extent.count),
-        ]
-        return [it for it in fits if it.fields and it.count], [it for it in rest if it.fields]
-
-    def _gathered(self, event: m.Gathered) -> None:
-        held = self._frames[event.frame]
-        source = self._rooms.get(held.room)
-        if source is None or source.phase is Phase.FAILED or source.link != held.link:
-            self._free(event.frame)
-            return
-        peer = self._peers[held.link]
-        held.state, held.seq = OutgoingState.OFFERED, peer.next_seq
-        peer.next_seq = (peer.next_seq + 1) % SEQS
-        self._offered[held.link, held.seq] = event.frame
-        source.offered_bytes += held.length
+    def _offer_frame(self, room: m.Room, source: Source, link: m.Link, extents: tuple[m.Extent, ...], length: int) -> m.Frame:
+        units = [source.units(it, self._paged[it.fields[0]]) for it in extents]
+        pieces = cut(units, self._payloads, self.limits.piece_bytes)
+        peer = self._peers[link]
+        seq, peer.next_seq = peer.next_seq, (peer.next_seq + len(pieces)) % SEQS
+        self._frames[link, seq] = Outgoing(room, length, pieces)
+        source.held.add((link, seq))
+        source.offered_bytes += length
         source.offered_frames += 1
-        source.progress_at = self._now
-        frame = m.Frame(held.seq, held.length, event.checksum, held.extents)
-        self.tell(held.link, m.FrameBatch(held.room, source.manifest.attempt, (frame,)))
-        self._finish(held.room, source)
+        return m.Frame(seq, length, extents)
 
     def _grant(self, link: m.Link, grant: m.Grant) -> None:
         """D has posted receives for these frames: they are sent, even if the room has failed here meanwhile."""
         self._peers[link].progress_at = self._now
         for seq in grant.seqs:
-            frame = self._offered.pop((link, seq), None)
-            if frame is None:
+            held = self._frames.get((link, seq))
+            if held is None or held.granted:
                 self.stale()
                 continue
-            held = self._frames[frame]
-            held.state = OutgoingState.SENDING
-            self.emit(m.Send(frame, link, seq, held.length))
+            held.granted = True
+            self.emit(m.Send(link, seq, held.pieces))
 
     def _sent(self, event: m.Sent) -> None:
-        held = self._frames[event.frame]
-        source = self._rooms.get(held.room)
+        link, held = event.link, self._frames.pop((event.link, event.seq))
+        room, source = held.room, self._rooms.get(held.room)
+        if source is not None:
+            source.held.discard((link, event.seq))
         if event.error is None:
             self.totals["bytes_sent"] += held.length
             self.totals["frames"] += 1
             if source is not None:
                 source.progress_at = self._now
-        elif event.peer_gone and held.link in self._peers:
-            self.emit(m.CloseLink(held.link, event.error))
-        elif source is not None and source.phase is not Phase.FAILED and source.link == held.link:
-            self._fail(
-                held.room, m.transfer_failed("PD_TRANSFER", f"room {held.room:x}: sending a frame failed: {event.error}")
-            )
-        self._free(event.frame)
-
-    def _free(self, frame: FrameId) -> None:
-        held = self._frames.pop(frame)
-        self._offered.pop((held.link, held.seq), None)
-        self._ring.give_back(frame)
-        if (source := self._rooms.get(held.room)) is not None:
-            source.held.discard(frame)
-            if source.phase is Phase.FAILED:
-                self._settle(held.room)
+        elif event.peer_gone and link in self._peers:
+            self.emit(m.CloseLink(link, event.error))
+        elif source is not None and source.phase is not Phase.FAILED and source.link == link:
+            self._fail(room, m.transfer_failed("PD_TRANSFER", f"room {room:x}: sending a frame failed: {event.error}"))
+            return
+        if source is not None and source.phase is Phase.FAILED:
+            self._settle(room)
 
     # ---- the end
     def _finish(self, room: m.Room, source: Source) -> None:
@@ -373,7 +323,7 @@ class SourceSession(Session):
         source.phase = Phase.FAILED
         source.drain_by = self._now + self.limits.drain
         self.totals["rooms_failed"] += 1
-        self._pending.drop(lambda item: item[0] == room)
+        self._pending.pop(room, None)
         if tell_scheduler:
             self.report(m.RoomFailed(room, source.manifest.attempt, failure))
         if tell_peer and source.link is not None:
@@ -396,10 +346,8 @@ class SourceSession(Session):
         self._bury(room)
 
     def _drop_offers(self, source: Source) -> None:
-        for frame in [frame for frame in source.held if self._frames[frame].state is OutgoingState.OFFERED]:
-            held = self._frames.pop(frame)
-            del self._offered[held.link, held.seq]
-            self._ring.give_back(frame)
+        for frame in [frame for frame in source.held if not self._frames[frame].granted]:
+            del self._frames[frame]
             source.held.discard(frame)
 
     def _bury(self, room: m.Room) -> None:
@@ -420,7 +368,7 @@ class SourceSession(Session):
             yield source.deadline, lambda room=room: self._late(room, "PD_TIMEOUT_WAIT", "the request's time is up")
             if source.link is None:
                 yield source.resume_by, lambda room=room, source=source: self._not_resumed(room, source)
-            elif source.done or any(self._frames[frame].state is OutgoingState.OFFERED for frame in source.held):
+            elif source.done or any(not self._frames[frame].granted for frame in source.held):
                 stalled = max(source.progress_at, self._peers[source.link].progress_at) + self.limits.progress
                 yield stalled, lambda room=room: self._not_answered(room)
 
@@ -446,24 +394,21 @@ class SourceSession(Session):
         return {
             "rooms": len(self._rooms),
             "pins": len(self._rooms),
-            "staging_frames_used": self._ring.used,
+            "frames_offered": len(self._frames),
             "quarantined": dead,
             "steps": len(self._steps),
             "links": len(self._peers),
         }
 
     def check(self) -> None:
-        self._ring.check()
-        assert len(self._frames) == self._ring.used
-        offered = {frame for frame, held in self._frames.items() if held.state is OutgoingState.OFFERED}
-        assert set(self._offered.values()) == offered, "an offered frame cannot be granted"
+        assert not self._pending
         for room, source in self._rooms.items():
             assert source.held == {frame for frame, held in self._frames.items() if held.room == room}
             lost = source.link is not None and source.link not in self._peers
             assert source.phase is Phase.FAILED or not lost, f"room {room:x} takes a link for live that is not"
             assert source.phase is not Phase.FAILED or source.held or not source.grants_over, f"room {room:x} should have ended"
-        assert all(held.room in self._rooms or held.state is OutgoingState.SENDING or held.state is OutgoingState.GATHERING
-                   for held in self._frames.values()), "a frame waits for the grant of a room that is gone"  # fmt: skip
+        waiting = [held for held in self._frames.values() if not held.granted]
+        assert all(held.room in self._rooms for held in waiting), "a frame waits for the grant of a room that is gone"
 
 
 def _same_rank(one: Placement, other: Placement) -> bool:

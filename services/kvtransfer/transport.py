@@ -1,23 +1,22 @@
-"""UCXX behind four calls: an endpoint from a peer's address, send, receive, abort (spec ucx).
+"""UCX for one thread: endpoints, sends and receives that it looks after itself, and a rest until something happens (spec ucx).
 
-A cancelled UCX receive goes on writing into its buffer, so none is ever cancelled: send and receive run as tasks of the
-transport, which keep the buffer until UCX is done with it. `abort` is the fence: it ends what is in flight on an endpoint.
+UCXX's worker in its blocking mode: nothing of UCX runs but what this thread calls, and while nothing is under way the thread
+sleeps in poll(2), on UCX's descriptor and on a bell that other threads ring. No thread of UCXX's, no futures, no turns of an
+event loop lie between a message and the copy that waits for it.
 
-Progress is UCXX's thread with Python futures, the one mode that does not spin. Its thread wakes every millisecond by
-default, 2 % of a core for nothing; events and submissions wake it anyway, so WAKE_MS only bounds a wake-up that is lost.
+A cancelled UCX receive goes on writing into its buffer, so none is ever cancelled. `Endpoint.abort` is the fence: it ends what
+is in flight on an endpoint.
 """
 
-import asyncio
 import os
-from collections.abc import Callable, Coroutine, Mapping
+import select
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from k3mesh.errors import ConfigError
 from services.contracts.arguments import CUDA_FRAME_BYTES, CUDA_FRAMES, HOST_FRAME_BYTES, HOST_FRAMES
-
-WAKE_MS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +27,27 @@ class Profile:
     environment: Mapping[str, str]
     frame_bytes: int
     frames: int
+    window: int  # frames of one link
+    piece_bytes: int
+    patience: (
+        float  # seconds without progress, while something is under way, until the thread sleeps: to wake it costs both ends
+    )
 
 
 EVERYWHERE = {"UCX_NET_DEVICES": "lo", "UCX_WARN_UNUSED_ENV_VARS": "n"}
 HOST_SETTINGS = {
     "UCX_TLS": "tcp,self",
     "UCX_RNDV_SCHEME": "put_zcopy",
-    "UCX_TCP_TX_SEG_SIZE": "256k",
-    "UCX_TCP_RX_SEG_SIZE": "256k",
+    "UCX_TCP_TX_SEG_SIZE": "1m",
+    "UCX_TCP_RX_SEG_SIZE": "1m",
 }
 CUDA_SETTINGS = {"UCX_TLS": "cuda_ipc,cuda_copy,tcp,self"}  # tcp carries what is not frames
-HOST = Profile("host", EVERYWHERE | HOST_SETTINGS, HOST_FRAME_BYTES, HOST_FRAMES)
-CUDA = Profile("cuda", EVERYWHERE | CUDA_SETTINGS, CUDA_FRAME_BYTES, CUDA_FRAMES)
+HOST = Profile(
+    "host", EVERYWHERE | HOST_SETTINGS, HOST_FRAME_BYTES, HOST_FRAMES, window=2, piece_bytes=1 << 20, patience=400e-6
+)
+CUDA = Profile("cuda", EVERYWHERE | CUDA_SETTINGS, CUDA_FRAME_BYTES, CUDA_FRAMES, window=6, piece_bytes=112 << 20, patience=0.1)
 
+ABORT_NS = 2 * 10**9  # that UCX may take to bring an endpoint down
 PEER_GONE = ("ConnectionReset", "Canceled", "EndpointTimeout", "NotConnected", "Close")  # UCX's errors of a dead endpoint
 
 
@@ -52,67 +59,79 @@ class TransportError(Exception):
         self.peer_gone = peer_gone
 
 
-def start_ucx(profile: Profile = HOST) -> Any:
-    """The module ucxx, with this process's one context and worker in it. ConfigError if UCX cannot move such memory.
+class Transfer(Protocol):
+    """A send or receive under way."""
 
-    The calling thread and those that it starts from now on are scheduled as batch work (sched(7)). Sender, receiver, copies and
-    loop wake each other many times for a frame; this way the one that wakes does not push another off its core within a copy.
-    """
-    if os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with suppress(OSError):  # a sandbox that does not allow it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    for key, value in profile.environment.items():
-        os.environ.setdefault(key, value)
-    import ucxx  # reads the environment when it is imported
-    import ucxx.core
+    @property
+    def completed(self) -> bool:
+        """UCX is done with the buffer."""
+        ...
 
-    ucxx.init(progress_mode="thread", enable_python_future=True)
-    if profile is CUDA and not ucxx.core._get_ctx().context.cuda_support:
-        raise ConfigError(
-            f"UCX cannot move GPU memory here, with UCX_TLS={os.environ['UCX_TLS']}; UCX_TLS must name cuda_ipc and cuda_copy, "
-            "and UCX be built with CUDA (libucx-cu12) and find libcuda and libnvidia-ml"
-        )
-    worker: Any = ucxx.core._get_ctx().worker
-    worker.stop_progress_thread()
-    worker.start_progress_thread(polling_mode=False, epoll_timeout=WAKE_MS)
-    return ucxx
+    def check_error(self) -> None:
+        """Raises, by UCXX's own exceptions, if it did not happen. Once it is completed."""
+        ...
 
 
 class Transport:
-    """One UCX worker, for the whole life of the process. `address` is what a peer needs to reach it."""
+    """One UCX context and worker. Made on any thread; all but `ring` is one thread's. `address` is what a peer needs to reach
+    it."""
 
-    def __init__(self, profile: Profile = HOST) -> None:
-        self._ucxx = ucxx = start_ucx(profile)
-        self.address = bytes(ucxx.get_worker_address())
-        self._tasks: set[asyncio.Task[None]] = set()
+    def __init__(self, profile: Profile = HOST):
+        """ConfigError if UCX cannot move such memory."""
+        for key, value in profile.environment.items():
+            os.environ.setdefault(key, value)
+        import ucxx  # reads the environment when it is imported
+        from ucxx._lib import libucxx
+        from ucxx._lib.arr import Array
 
-    @property
-    def tasks(self) -> int:
-        """Sends and receives that UCX has not finished."""
-        return len(self._tasks)
+        self.patience = profile.patience
+        self._lib, self.array, self.tag = libucxx, Array, ucxx.types.Tag
+        self.any_bit, self.error = ucxx.types.TagMaskFull, ucxx.exceptions.UCXError
+        context = libucxx.UCXContext()
+        if profile.memory == "cuda" and not context.cuda_support:
+            raise ConfigError(
+                f"UCX cannot move GPU memory here, with UCX_TLS={os.environ['UCX_TLS']}; UCX_TLS must name cuda_ipc and "
+                "cuda_copy, and UCX be built with CUDA (libucx-cu12) and find libcuda and libnvidia-ml"
+            )
+        self._worker: Any = libucxx.UCXWorker(context)
+        self._worker.init_blocking_progress_mode()
+        self.address: bytes = libucxx.UCXAddress.create_from_worker(self._worker).tobytes()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        for descriptor in (self._worker.epoll_file_descriptor, self._bell):
+            self._poll.register(descriptor, select.POLLIN)
 
-    async def connect(self, address: bytes) -> "Endpoint":
+    def connect(self, address: bytes) -> "Endpoint":
         """An endpoint to the peer with this address. TransportError if UCX refuses it."""
         try:
-            peer = self._ucxx.get_ucx_address_from_buffer(address)
-            return Endpoint(self, await self._ucxx.create_endpoint_from_worker_address(peer))
-        except self._ucxx.exceptions.UCXError as error:
+            peer = self._lib.UCXAddress.create_from_buffer(address)
+            return Endpoint(self, self._lib.UCXEndpoint.create_from_worker_address(self._worker, peer, True))
+        except self.error as error:
             raise TransportError(f"{type(error).__name__}: {error}") from error
 
-    def tag(self, value: int) -> Any:
-        return self._ucxx.types.Tag(value)
+    def progress(self) -> bool:
+        """Let UCX do something -> whether there is more to do. Transfers may have completed either way."""
+        if self._worker.progress_once():
+            return True
+        self._worker.progress()  # this one also ends what endpoints that have failed were to receive
+        return False
 
-    async def finish(self, transfer: Coroutine[Any, Any, Any]) -> None:
-        """Run a send or receive to its end, whatever becomes of the caller."""
-        task = asyncio.ensure_future(self._run(transfer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        await asyncio.shield(task)
+    def rest(self) -> None:
+        """Until UCX has something to do, or `ring`. When `progress` has no more to do, and all transfers were looked at."""
+        if self._worker.arm():
+            self._poll.poll()
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
 
-    async def _run(self, transfer: Coroutine[Any, Any, Any]) -> None:
+    def ring(self) -> None:
+        """End the rest, or the next one. From any thread."""
+        os.eventfd_write(self._bell, 1)
+
+    def check(self, transfer: Transfer) -> None:
+        """TransportError if a completed transfer did not happen."""
         try:
-            await transfer
-        except self._ucxx.exceptions.UCXError as error:
+            transfer.check_error()
+        except self.error as error:
             name = type(error).__name__
             raise TransportError(f"{name}: {error}", any(word in name for word in PEER_GONE)) from error
 
@@ -122,28 +141,22 @@ class Endpoint:
 
     def __init__(self, transport: Transport, endpoint: Any):
         self._transport, self._endpoint = transport, endpoint
-        self._aborted = False
+        self._any = transport.any_bit
 
-    async def send(self, tag: int, buffer: Any) -> None:
-        """Until UCX has read the buffer; that the peer has it is for the peer to say. TransportError if it fails."""
-        await self._do(self._endpoint.send, tag, buffer)
+    def send(self, tag: int, buffer: Any) -> Transfer:
+        """Completed when UCX has read the buffer; that the peer has it is for the peer to say."""
+        return self._post(self._endpoint.tag_send, tag, buffer)
 
-    async def receive(self, tag: int, buffer: Any) -> None:
+    def receive(self, tag: int, buffer: Any) -> Transfer:
         """The message with this tag, not longer than the buffer; a shorter one leaves the rest of it as it was."""
-        await self._do(self._endpoint.recv, tag, buffer)
+        return self._post(self._endpoint.tag_recv, tag, buffer, self._any)
 
-    async def abort(self) -> None:
-        """End all that is in flight here: no buffer is written once its receive has ended."""
-        if not self._aborted:
-            self._aborted = True
-            await asyncio.to_thread(self._endpoint.abort)
+    def abort(self) -> None:
+        """End all that is in flight here: no buffer is written once its receive has completed."""
+        self._endpoint.close_blocking(period=ABORT_NS, max_attempts=1)
 
-    async def _do(self, transfer: Callable[..., Coroutine[Any, Any, Any]], tag: int, buffer: Any) -> None:
-        if self._aborted:
-            raise TransportError("the endpoint was aborted", peer_gone=True)
+    def _post(self, transfer: Any, tag: int, buffer: Any, *mask: Any) -> Transfer:
         try:
-            await self._transport.finish(transfer(buffer, tag=self._transport.tag(tag), force_tag=True))
-        except AttributeError as error:  # UCXX takes its handle away in abort(), also from a call that is about to begin
-            if not self._aborted:
-                raise
-            raise TransportError("the endpoint was aborted", peer_gone=True) from error
+            return transfer(self._transport.array(buffer), self._transport.tag(tag), *mask)
+        except self._transport.error as error:  # UCXX has closed it, since the peer is gone
+            raise TransportError(f"{type(error).__name__}: {error}", peer_gone=True) from error

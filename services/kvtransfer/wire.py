@@ -70,12 +70,12 @@ def read_peer_message(it: transfer_pb2.PeerMessage) -> m.PeerMessage:
 
 def _frame(it: m.Frame) -> transfer_pb2.Frame:
     extents = [transfer_pb2.Extent(fields=extent.fields, first=extent.first, count=extent.count) for extent in it.extents]
-    return transfer_pb2.Frame(seq=it.seq, length=it.length, checksum=it.checksum, extents=extents)
+    return transfer_pb2.Frame(seq=it.seq, length=it.length, extents=extents)
 
 
 def _read_frame(it: transfer_pb2.Frame) -> m.Frame:
     extents = tuple(m.Extent(tuple(extent.fields), extent.first, extent.count) for extent in it.extents)
-    return m.Frame(it.seq, it.length, it.checksum, extents)
+    return m.Frame(it.seq, it.length, extents)
 
 
 def _read_cancel(it: Any) -> m.CancelRoom:

@@ -19,21 +19,23 @@ class Addresses:
     scheduler: str
     workers: tuple[str, ...]  # by global rank
     agents: tuple[str, ...]
+    links: tuple[str, ...]  # where decode agents link to those of a prefill engine
 
 
 def lay_out(hosts: Sequence[str], nprocs: int, ports: Sequence[int]) -> Addresses:
-    """Addresses of an engine whose nodes all use the same ports: the scheduler's (on the first node), then a worker's and
-    an agent's for each local rank. len(ports) = ports_needed(nprocs)."""
+    """Addresses of an engine whose nodes all use the same ports: the scheduler's (on the first node), then a worker's, an
+    agent's and its links' for each local rank. len(ports) = ports_needed(nprocs)."""
     scheduler, *others = ports
     return Addresses(
         scheduler=f"{hosts[0]}:{scheduler}",
         workers=tuple(f"{host}:{port}" for host in hosts for port in others[:nprocs]),
-        agents=tuple(f"{host}:{port}" for host in hosts for port in others[nprocs:]),
+        agents=tuple(f"{host}:{port}" for host in hosts for port in others[nprocs : 2 * nprocs]),
+        links=tuple(f"{host}:{port}" for host in hosts for port in others[2 * nprocs :]),
     )
 
 
 def ports_needed(nprocs: int) -> int:
-    return 1 + 2 * nprocs
+    return 1 + 3 * nprocs
 
 
 def engine_specs(arguments: EngineArguments, addresses: Addresses, state: StateDir, decode_address: str | None) -> list[Spec]:
@@ -46,7 +48,7 @@ def engine_specs(arguments: EngineArguments, addresses: Addresses, state: StateD
     specs: list[Spec] = []
     for rank in range(first, first + arguments.nprocs_per_node):
         own = ["--rank", str(rank), "--agent-socket", str(run_dir / f"agent-{rank}.sock")]
-        agent = [*common, *own, "--listen", addresses.agents[rank]]
+        agent = [*common, *own, "--listen", addresses.agents[rank], "--peer-listen", addresses.links[rank]]
         worker = [*common, *own, "--listen", addresses.workers[rank], "--run-dir", str(run_dir)]
         specs.append(python_spec(f"{name}.agent-{rank}", "services.kvtransfer.main", agent, AGENT))
         specs.append(python_spec(f"{name}.worker-{rank}", "services.worker.main", worker, WORKER))

@@ -1,7 +1,7 @@
 """`k3mesh serve`: one node of one engine, in the foreground, with the deployment guide's flags word for word.
 
 Every node of an engine runs it with the same flags and its own --node-rank. Node 0 also runs the engine's scheduler. Ports
-are the same on each node: scheduler at --port-base, then one for each local worker, then one for each local agent.
+are the same on each node: scheduler at --port-base, then one for each local worker, for each local agent, and for its links.
 """
 
 import sys

@@ -107,23 +107,22 @@ class Device:
 
 
 class Stream:
-    """A queue of work on a device. All but `wait` only put something on it, and keep the interpreter's lock meanwhile: to
-    give it up and wait for it again takes longer than the call wherever other threads are busy, as an agent's are."""
+    """A queue of work on a device. Its methods only put something on it, and keep the interpreter's lock meanwhile: to give
+    it up and wait for it again takes longer than the call wherever other threads are busy, as an agent's are."""
 
     def __init__(self, device: Device):
         self._driver = device.quick
         device.enter()
         self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        self._passed = call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        self._handle, self._event = (ctypes.c_void_p(int(it)) for it in (self._stream, self._passed))
+        self.handle = ctypes.c_void_p(int(self._stream))
 
     def write(self, address: int, source: int, length: int) -> None:
         """From pinned host memory to the device."""
         self._put("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(address), ctypes.c_void_p(source), ctypes.c_size_t(length))
 
-    def read(self, target: int, address: int, length: int) -> None:
-        """From the device to pinned host memory."""
-        self._put("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(target), ctypes.c_uint64(address), ctypes.c_size_t(length))
+    def copy(self, target: int, source: int, length: int) -> None:
+        """On the device."""
+        self._put("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(length))
 
     def launch(self, kernel: Any, blocks: int, threads: int, *arguments: int) -> None:
         """A kernel whose arguments have 64 bits each."""
@@ -131,17 +130,34 @@ class Stream:
         base, size = ctypes.addressof(values), ctypes.sizeof(ctypes.c_uint64)
         places = (ctypes.c_void_p * len(arguments))(*(base + n * size for n in range(len(arguments))))
         status = self._driver.cuLaunchKernel(
-            ctypes.c_void_p(int(kernel)), *map(ctypes.c_uint, (blocks, 1, 1, threads, 1, 1, 0)), self._handle, places, None
+            ctypes.c_void_p(int(kernel)), *map(ctypes.c_uint, (blocks, 1, 1, threads, 1, 1, 0)), self.handle, places, None
         )
         _check(status, "cuLaunchKernel")
 
-    def wait(self) -> None:
-        """Until all that is on it has been done. Other threads run meanwhile."""
-        _check(self._driver.cuEventRecord(self._event, self._handle), "cuEventRecord")
-        call(driver.cuEventSynchronize, self._passed)
-
     def _put(self, name: str, *arguments: Any) -> None:
-        _check(getattr(self._driver, name)(*arguments, self._handle), name)
+        _check(getattr(self._driver, name)(*arguments, self.handle), name)
+
+
+class Event:
+    """A mark on a stream, to be asked for. Keeps the interpreter's lock, as Stream does."""
+
+    def __init__(self, device: Device):
+        self._driver = device.quick
+        self._event = call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._handle = ctypes.c_void_p(int(self._event))
+
+    def record(self, stream: Stream) -> None:
+        """Behind all that is on the stream now."""
+        _check(self._driver.cuEventRecord(self._handle, stream.handle), "cuEventRecord")
+
+    @property
+    def reached(self) -> bool:
+        """What was before it when it was recorded has been done."""
+        status = self._driver.cuEventQuery(self._handle)
+        if status == driver.CUresult.CUDA_ERROR_NOT_READY.value:
+            return False
+        _check(status, "cuEventQuery")
+        return True
 
 
 def _check(status: int, name: str) -> None:

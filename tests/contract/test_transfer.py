@@ -16,6 +16,7 @@ from k3mesh.errors import BadRequest, EngineLost
 from k3mesh.v1 import transfer_pb2
 from services.contracts.geometry import blocks_for
 from services.contracts.ids import SlotId
+from services.kvtransfer.session import Limits
 from services.runtime import channels
 from tests.lib.ranks import free_address
 from tests.lib.transfer import EPOCHS, ROOT, SMALL, AgentProcess, Handoff, Mesh, agent, handoff, mesh, record
@@ -174,10 +175,11 @@ async def test_pairing_twice_is_answered_twice(pair: Mesh):
 async def test_an_agent_tells_who_it_is_and_what_it_holds(pair: Mesh):
     for it in pair.agents:
         assert (it.hello.engine_id, it.hello.engine_epoch) == (it.placement.engine_id, EPOCHS[it.placement.role])
-        assert it.hello.staging_bytes == SMALL["frames"] * SMALL["frame_bytes"]
+        assert it.hello.staging_bytes == Limits(**SMALL).staging_bytes > SMALL["frames"] * SMALL["frame_bytes"]
         reply = await it.inspect()
         assert (reply.service, reply.rank, reply.ready) == ("agent", it.placement.global_rank, True)
-        assert {"rooms", "pins", "staging_frames_used", "quarantined", "links", "tasks"} <= set(reply.counters)
+        frames = "staging_frames_used" if it.placement.role == "decode" else "frames_offered"
+        assert {"rooms", "pins", frames, "quarantined", "links", "tasks", "transfers"} <= set(reply.counters)
         assert {"bytes_sent", "bytes_received", "frames", "rooms_ok", "rooms_failed", "stale_messages"} == set(reply.totals)
         assert not Path(it.socket).stat().st_mode & 0o077, "the socket is the owner's alone"
 

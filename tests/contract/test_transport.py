@@ -1,46 +1,82 @@
-"""UCXX's behaviour that the transport relies on or makes up for. In a process of its own: UCX has one context in each."""
+"""UCX as the mover's thread sees it: what a transfer is when its endpoint or its peer goes. In processes of their own: what UCX
+leaves behind at their end is not the tests'."""
 
 import asyncio
 import os
 import sys
 import traceback
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 from tests.lib.transfer import ROOT
 
 
-async def test_a_transfer_that_begins_while_its_endpoint_is_aborted_ends_as_a_peer_that_is_gone():
-    script = "from tests.contract import test_transport as it; it.alone(it.begin_in_an_abort())"
+def carries_a_message() -> None:
+    from services.kvtransfer.transport import Transport
+
+    transport = Transport()
+    endpoint = transport.connect(transport.address)
+    sent, received = np.arange(256, dtype=np.uint8).repeat(8192), np.zeros(1 << 21, np.uint8)
+    transfers = [endpoint.receive(7, received), endpoint.send(7, sent)]
+    while not all(it.completed for it in transfers):
+        if not transport.progress() and not all(it.completed for it in transfers):
+            transport.rest()
+    for it in transfers:
+        transport.check(it)
+    assert np.array_equal(sent, received)
+
+
+def ends_receives_by_an_abort() -> None:
+    from services.kvtransfer.transport import Transport, TransportError
+
+    transport = Transport()
+    endpoint = transport.connect(transport.address)
+    waiting = endpoint.receive(1, np.zeros(1 << 20, np.uint8))
+    endpoint.abort()
+    while not waiting.completed:
+        transport.progress()
+    for attempt in (lambda: transport.check(waiting), lambda: endpoint.send(1, np.zeros(8, np.uint8))):
+        with pytest.raises(TransportError) as error:
+            attempt()
+        assert error.value.peer_gone
+
+
+def rests_until_it_is_rung() -> None:
+    from threading import Timer
+
+    from services.kvtransfer.transport import Transport
+
+    transport = Transport()
+    transport.ring()
+    transport.rest()  # rung before
+    while transport.progress():
+        pass
+    Timer(0.1, transport.ring).start()
+    cpu = time_of_thread()
+    transport.rest()
+    assert time_of_thread() - cpu < 0.05, "it spins"
+
+
+def time_of_thread() -> float:
+    import time
+
+    return time.thread_time()
+
+
+@pytest.mark.parametrize("promise", [carries_a_message, ends_receives_by_an_abort, rests_until_it_is_rung])
+async def test_a_transport(promise: Callable[[], None]):
+    script = f"from tests.contract import test_transport as it; it.alone(it.{promise.__name__})"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
     _, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
 
 
-def alone(test: Coroutine[Any, Any, None]) -> None:
-    """Run it, and end without UCXX's threads, which do not end by themselves."""
+def alone(promise: Callable[[], None]) -> None:
     try:
-        asyncio.run(test)
+        promise()
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
-
-
-async def begin_in_an_abort() -> None:
-    from services.kvtransfer.transport import Transport, TransportError
-
-    transport = Transport()
-    endpoint = await transport.connect(transport.address)
-    outcomes: list[object] = []
-    for transfer in (endpoint.receive, endpoint.send):
-        begun = asyncio.ensure_future(transfer(1, np.zeros(1 << 20, np.uint8)))
-        await asyncio.sleep(0)  # it has seen a live endpoint, UCXX has not been called yet
-        endpoint._aborted = True
-        endpoint._endpoint.abort()
-        outcomes += await asyncio.gather(begun, return_exceptions=True)
-        endpoint = await transport.connect(transport.address)
-    assert all(isinstance(it, TransportError) and it.peer_gone for it in outcomes), outcomes
-    assert transport.tasks == 0

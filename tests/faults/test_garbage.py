@@ -55,6 +55,7 @@ async def test_random_bytes_on_every_port(mesh: Mesh):
     ]  # fmt: skip
     engines = [mesh.addresses[engine] for engine in ("prefill-0", "decode-0")]
     addresses = [address for it in engines for address in (it["scheduler"], *it["workers"], *it["agents"])]
+    addresses += mesh.addresses["prefill-0"]["links"]
 
     async def throw(address: str, data: bytes) -> None:
         host, port = address.rsplit(":", 1)
@@ -147,6 +148,25 @@ async def said(method: Any, *messages: Any) -> Any:
         call.cancel()
 
 
+def framed(message: transfer_pb2.PeerMessage) -> bytes:
+    data = message.SerializeToString()
+    return struct.pack("<I", len(data)) + data
+
+
+async def answered(address: str, data: bytes) -> transfer_pb2.PeerMessage:
+    """What a prefill agent says to a link that begins like this and ends."""
+    host, port = address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(data)
+    writer.write_eof()
+    async with asyncio.timeout(20):
+        (length,) = struct.unpack("<I", await reader.readexactly(4))
+        answer = transfer_pb2.PeerMessage.FromString(await reader.readexactly(length))
+        assert not await reader.read(), "the refusal is the last word"
+    writer.close()
+    return answer
+
+
 async def test_streams_that_begin_wrongly_are_refused_on_every_internal_port(mesh: Mesh):
     command, agent, pair, link = (
         worker_pb2.WorkerCommand, transfer_pb2.AgentCommand, request_pb2.PrefillToDecode, transfer_pb2.PeerMessage,
@@ -164,14 +184,17 @@ async def test_streams_that_begin_wrongly_are_refused_on_every_internal_port(mes
             for messages in ([], [agent()], [agent(cancel=request_pb2.CancelRoom(room=1))]):
                 assert "first command on a stream is IntroduceAgent" in await said(drive, *messages)
             assert "another scheduler holds the lease" in await said(drive, agent_hello)
-            peer = transfer_pb2_grpc.TransferPeerStub(channel).Link
-            for messages in (
-                [],
-                [link()],
-                [link(frames=transfer_pb2.FrameBatch(room=1))],
-                [link(hello=transfer_pb2.PeerHello())],
-            ):
-                assert (await said(peer, *messages)).WhichOneof("message") == "refused"
+    hello, frames = link(hello=transfer_pb2.PeerHello()), link(frames=transfer_pb2.FrameBatch(room=1))
+    for data in (
+        b"",
+        framed(link()),
+        framed(frames),
+        framed(hello),
+        b"\xff" * 64,
+        b"\3\0\0\0abc",
+        framed(hello)[:-1] + b"\xff",
+    ):
+        assert (await answered(mesh.addresses["prefill-0"]["links"][1], data)).WhichOneof("message") == "refused"
     async with grpc.aio.insecure_channel(mesh.decode_address) as channel:
         stub = request_pb2_grpc.DecodeSchedulerStub(channel)
         for messages in ([], [pair()], [pair(reserve=request_pb2.Reserve(room=5))]):
@@ -206,6 +229,5 @@ async def test_a_ucx_address_of_a_stranger_is_never_tried(mesh: Mesh, address: b
     hello = transfer_pb2.PeerHello(
         placement=wire.placement(stranger), ucx_address=address, link_id=7, link_epoch=3, frame_bytes=1 << 30
     )
-    async with grpc.aio.insecure_channel(mesh.addresses["prefill-0"]["agents"][0]) as channel:
-        answer = await said(transfer_pb2_grpc.TransferPeerStub(channel).Link, transfer_pb2.PeerMessage(hello=hello))
+    answer = await answered(mesh.addresses["prefill-0"]["links"][0], framed(transfer_pb2.PeerMessage(hello=hello)))
     assert "model_fingerprint" in answer.refused.message

@@ -1,5 +1,6 @@
 """Gather, verify and scatter on a GPU against the CPU's, over pools with gaps between units."""
 
+import struct
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -9,13 +10,15 @@ import pytest
 import torch
 
 from services.contracts.placement import Arena, FieldPlace, Placement
-from services.kvtransfer.frames import HostMemory
-from services.kvtransfer.messages import Units
+from services.kvtransfer.frames import Copy, HostMemory
+from services.kvtransfer.pieces import SEAL_BYTES, Piece, Units
+from services.kvtransfer.session import Limits
 from tests.lib.position_sum import position_sum
 from tests.lib.transfer import record
 
 pytestmark = pytest.mark.gpu(1)
-UNITS, FRAME = 5, 4 << 20
+UNITS, TAG = 5, 0x0001_0002_0000_0003
+LIMITS = Limits(frame_bytes=4 << 20, frames=2, piece_bytes=4 << 20)
 SIZES = ((100, 128), (256, 320), (36, 64), (147456, 147456), (262144, 262208))  # payload and stride; two not multiples of 16
 
 
@@ -42,58 +45,60 @@ def pools() -> Any:
     there = torch.as_tensor(arena, device="cuda:0")
     there.copy_(torch.frombuffer(host, dtype=torch.uint8))
     torch.cuda.synchronize()
-    return host, HostMemory(place, [host], 2, FRAME), there, CudaMemory(place, device, [arena.address], 2, FRAME)
+    return host, HostMemory(place, [host], LIMITS.staging_bytes), there, CudaMemory(place, device, [arena.address], LIMITS)
 
 
-def content(frame: Any) -> torch.Tensor:
-    return torch.as_tensor(frame, device="cuda:0")
+def content(buffer: Any) -> torch.Tensor:
+    return torch.as_tensor(buffer, device="cuda:0")
 
 
 RUNS = [
     [Units((0,), (3,))],
     [Units((2, 0, 1), (4, 0, 2)), Units((3,), (1, 3))],
-    [Units((0,), ()), Units((4, 3), (2, 0, 4)), Units((1,), ()), Units((2,), (0, 1, 2, 3, 4))],
+    [Units((4, 3), (2, 0, 4)), Units((2,), (0, 1, 2, 3, 4))],
     [Units((0, 1, 2, 3, 4), (1,)), Units((4,), (3,))],
-    [],
 ]
 
 
-@pytest.mark.parametrize("units", RUNS, ids=["one", "uneven", "empty runs", "all", "nothing"])
-def test_frames_pools_and_sums_are_those_of_the_cpu_and_of_the_definition(pools: Any, units: list[Units]):
+def over(copy: Copy) -> bool:
+    """Whether it was intact, in the end."""
+    while not copy.completed:
+        pass
+    return copy.intact
+
+
+def piece(units: list[Units]) -> Piece:
+    return Piece(tuple(units), sum(SIZES[field][0] * len(run.ids) for run in units for field in run.fields))
+
+
+@pytest.mark.parametrize("units", RUNS, ids=["one", "uneven", "two runs", "all"])
+@pytest.mark.parametrize("at", [0, 1 << 20])
+def test_pieces_and_pools_are_those_of_the_cpu_and_seals_those_of_the_definition(pools: Any, units: list[Units], at: int):
     host, cpu, there, gpu = pools
-    place = placement()
-    length = sum(place.fields[field].payload * len(run.ids) for run in units for field in run.fields)
-    cpu.gather(0, units)
-    checksum = gpu.gather(0, units)
-    if length:
-        frame = content(gpu.frame(0, length)).cpu().numpy()
-        assert np.array_equal(frame, cpu.frame(0, length))
-    assert checksum == position_sum(bytes(cpu.frame(0, length)))
-    assert gpu.verify(0, length, checksum)
-    moved = [Units(run.fields, tuple(UNITS - 1 - unit for unit in run.ids)) for run in units]
-    cpu.scatter(0, moved)
-    gpu.scatter(0, moved)
+    it = piece(units)
+    cpu.pack(at, it, TAG)
+    assert over(gpu.pack(at, it, TAG))
+    packed = content(gpu.buffer(at, it.length + SEAL_BYTES)).cpu().numpy()
+    assert np.array_equal(packed[: it.length], cpu.buffer(at, it.length))
+    assert packed[it.length :].tobytes() == struct.pack("<QQ", TAG, position_sum(bytes(cpu.buffer(at, it.length))))
+    moved = piece([Units(run.fields, tuple(UNITS - 1 - unit for unit in run.ids)) for run in units])
+    assert over(cpu.unpack(at, moved, TAG)) and over(gpu.unpack(at, moved, TAG))
     torch.cuda.synchronize()
     assert bytes(there.cpu().numpy()) == bytes(host), "units moved, gaps and all others as they were"
 
 
-def test_any_wrong_byte_of_a_received_frame_is_found(pools: Any):
-    _, _, _, gpu = pools
-    units = [Units((2, 0, 4), (1, 2)), Units((0,), (4,))]
-    length = 2 * (36 + 100 + 262144) + 100
-    checksum = gpu.gather(1, units)
-    frame = content(gpu.frame(1, length))
-    for at in [0, 7, 8, 71, length // 2, length - 17, length - 1]:
-        frame[at] ^= 0x10
+def test_a_wrong_byte_anywhere_or_another_tag_is_found_and_nothing_is_written(pools: Any):
+    host, _, there, gpu = pools
+    it = piece([Units((2, 0, 4), (1, 2)), Units((0,), (4,))])
+    over(gpu.pack(0, it, TAG))
+    received = content(gpu.buffer(0, it.length + SEAL_BYTES))
+    wrong = piece([Units((2, 0, 4), (2, 1)), Units((0,), (3,))])  # it would show
+    for at in [0, 7, 8, 71, it.length // 2, it.length - 17, it.length - 1, it.length, it.length + 8, it.length + 15]:
+        received[at] ^= 0x10
         torch.cuda.synchronize()
-        assert not gpu.verify(1, length, checksum), f"byte {at}"
-        frame[at] ^= 0x10
+        assert not over(gpu.unpack(0, wrong, TAG)), f"byte {at}"
+        received[at] ^= 0x10
     torch.cuda.synchronize()
-    assert gpu.verify(1, length, checksum)
-
-
-def test_frames_of_the_ring_do_not_overlap(pools: Any):
-    _, _, _, gpu = pools
-    for number in range(2):
-        content(gpu.frame(number, FRAME)).fill_(number + 1)
-    assert [content(gpu.frame(number, FRAME)).unique().tolist() for number in range(2)] == [[1], [2]]
+    assert not over(gpu.unpack(0, wrong, TAG + 1))
+    assert bytes(there.cpu().numpy()) == bytes(host)
+    assert over(gpu.unpack(0, it, TAG))

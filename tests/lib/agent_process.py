@@ -1,29 +1,29 @@
 """`python -m tests.lib.agent_process JSON`: an agent with limits that a test can wait for, and a way that damages frames.
 
-`damage` of the options is done to the third frame that prefill rank 0 sends. More can be asked for at run time: a word on
-standard input is done to the next frame; `armed` and `done` answer on standard output.
+`damage` of the options is done to the third piece that prefill rank 0 sends. More can be asked for at run time: a word on
+standard input is done to the next piece; `armed` and `done` answer on standard output.
 """
 
-import asyncio
 import json
 import sys
+import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from itertools import count
 from random import Random
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any
 
 import numpy as np
 
 from services.kvtransfer.agent import Agent, Place
 from services.kvtransfer.session import Limits
-from services.kvtransfer.transport import Endpoint, Transport, TransportError
+from services.kvtransfer.transport import Endpoint, Profile, Transfer, Transport, TransportError
 from services.runtime.process import run
 from tests.lib.transfer import DEADLINE_S
 
 options = json.loads(sys.argv[1])
-frames = count()
+pieces = count()
 random = Random(options["rank"])
 asked: deque[str] = deque()
 
@@ -38,85 +38,128 @@ def hear() -> None:
         say("armed")
 
 
+class Done:
+    """A send that never was, and that the sender takes for done."""
+
+    completed = True
+
+    def check_error(self) -> None: ...
+
+
+class Later:
+    """A send that begins when it may. The transport's thread asks."""
+
+    def __init__(self, may: Callable[[], bool], begin: Callable[[], Transfer]):
+        self._may, self._begin = may, begin
+        self._transfer: Transfer | None = None
+        self._error: TransportError | None = None
+
+    @property
+    def completed(self) -> bool:
+        if self._transfer is None and self._error is None and self._may():
+            try:
+                self._transfer = self._begin()
+            except TransportError as error:
+                self._error = error
+        return self._error is not None or (self._transfer is not None and self._transfer.completed)
+
+    def check_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+        assert self._transfer is not None
+        self._transfer.check_error()
+
+
 class DamagedEndpoint(Endpoint):
-    """Sends every frame as it is, but for what was asked for."""
+    """Sends every piece as it is, but for what was asked for."""
 
-    def __init__(self, *parts: Any):
-        super().__init__(*parts)
-        self._over, self._next = asyncio.Event(), asyncio.Event()
+    def __init__(self, transport: "DamagedTransport", endpoint: Any):
+        super().__init__(transport, endpoint)
+        self._clock = transport
+        self._kept: list[Any] = []  # what UCX may still read
+        self._over = False
+        self._sent = 0
 
-    async def send(self, tag: int, buffer: Any) -> None:
+    def send(self, tag: int, buffer: Any) -> Transfer:
         kind = asked.popleft() if asked else ""
-        if next(frames) == 2 and options["damage"] and (options["role"], options["rank"]) == ("prefill", 0):
+        if next(pieces) == 2 and options["damage"] and (options["role"], options["rank"]) == ("prefill", 0):
             kind = options["damage"]
-        held, self._next = self._next, asyncio.Event()
+        self._sent += 1
         if not kind:
-            await super().send(tag, buffer)
-            held.set()
-            return
+            return super().send(tag, buffer)
         say("done")
-        await getattr(self, kind)(lambda frame: Endpoint.send(self, tag, frame), buffer)
+        return getattr(self, kind)(lambda piece: Endpoint.send(self, tag, piece), buffer)
 
-    async def abort(self) -> None:
-        await super().abort()
-        self._over.set()
+    def abort(self) -> None:
+        super().abort()
+        self._over = True
 
-    # ---- what can be done to a frame: `send` is the honest way, `frame` its bytes
-    async def flip(self, send: Callable[[Any], Awaitable[None]], frame: Any) -> None:
-        wrong = frame.copy()
+    # ---- what can be done to a piece: `send` is the honest way, `piece` its bytes
+    def flip(self, send: Callable[[Any], Transfer], piece: Any) -> Transfer:
+        wrong = piece.copy()
         wrong[random.randrange(len(wrong))] ^= 1 << random.randrange(8)
-        await send(wrong)
+        return send(self._keep(wrong))
 
-    async def truncate(self, send: Callable[[Any], Awaitable[None]], frame: Any) -> None:
-        await send(frame[: random.randrange(1, len(frame))].copy())
+    def truncate(self, send: Callable[[Any], Transfer], piece: Any) -> Transfer:
+        return send(self._keep(piece[: random.randrange(1, len(piece))].copy()))
 
-    async def extend(self, send: Callable[[Any], Awaitable[None]], frame: Any) -> None:
-        await send(np.concatenate([frame, frame[:64]]))
+    def extend(self, send: Callable[[Any], Transfer], piece: Any) -> Transfer:
+        return send(self._keep(np.concatenate([piece, piece[:64]])))
 
-    async def drop(self, send: Callable[[Any], Awaitable[None]], frame: Any) -> None:
+    def drop(self, send: Callable[[Any], Transfer], piece: Any) -> Transfer:
         """It is gone, and the sender does not know."""
+        return Done()
 
-    async def hold(self, send: Callable[[Any], Awaitable[None]], frame: Any) -> None:
+    def hold(self, send: Callable[[Any], Transfer], piece: Any) -> Transfer:
         """Not before the end of the link."""
-        await self._over.wait()
-        await send(frame)
+        return Later(lambda: self._over, lambda: send(piece))
 
-    async def delay(self, send: Callable[[Any], Awaitable[None]], frame: Any) -> None:
-        await asyncio.sleep(random.uniform(0.05, 0.3))
-        await send(frame)
+    def delay(self, send: Callable[[Any], Transfer], piece: Any) -> Transfer:
+        return Later(self._clock.passes(random.uniform(0.05, 0.3)), lambda: send(piece))
 
-    async def reorder(self, send: Callable[[Any], Awaitable[None]], frame: Any) -> None:
+    def reorder(self, send: Callable[[Any], Transfer], piece: Any) -> Transfer:
         """Behind the one that follows it, if one does."""
-        try:
-            async with asyncio.timeout(0.2):
-                await self._next.wait()
-        except TimeoutError:
-            pass
-        await send(frame)
+        number, passed = self._sent, self._clock.passes(0.2)
+        return Later(lambda: self._sent > number or passed(), lambda: send(piece))
 
-    async def duplicate(self, send: Callable[[Any], Awaitable[None]], frame: Any) -> None:
-        again = asyncio.ensure_future(send(frame.copy()))  # nobody receives it: it ends with the link
-        again.add_done_callback(lambda task: task.exception())
-        await send(frame)
+    def duplicate(self, send: Callable[[Any], Transfer], piece: Any) -> Transfer:
+        self._kept.append(send(self._keep(piece.copy())))  # one of them nobody receives: it ends with the link
+        return send(piece)
 
-    async def late(self, send: Callable[[Any], Awaitable[None]], frame: Any) -> None:
+    def late(self, send: Callable[[Any], Transfer], piece: Any) -> Transfer:
         """It is sent as it was, and once more when the room's memory may be another's."""
-        await send(frame)
-        again = asyncio.ensure_future(self._later(send, frame.copy()))
-        again.add_done_callback(lambda task: task.exception())
+        again = self._keep(piece.copy())
+        self._clock.later.append(Later(self._clock.passes(0.5), lambda: send(again)))
+        return send(piece)
 
-    async def _later(self, send: Callable[[Any], Awaitable[None]], frame: Any) -> None:
-        await asyncio.sleep(0.5)
-        await send(frame)
-
-    async def reset(self, send: Callable[[Any], Awaitable[None]], frame: Any) -> None:
+    def reset(self, send: Callable[[Any], Transfer], piece: Any) -> Transfer:
         raise TransportError("ConnectionReset: made by a test", peer_gone=True)
+
+    def _keep(self, piece: Any) -> Any:
+        self._kept.append(piece)
+        return piece
 
 
 class DamagedTransport(Transport):
-    async def connect(self, address: bytes) -> Endpoint:
-        whole = await super().connect(address)
+    def __init__(self, profile: Profile):
+        super().__init__(profile)
+        self.later: list[Later] = []  # sends that nobody waits for
+
+    def connect(self, address: bytes) -> Endpoint:
+        whole = super().connect(address)
         return DamagedEndpoint(self, whole._endpoint)
+
+    def progress(self) -> bool:
+        self.later = [it for it in self.later if not it.completed]
+        return super().progress()
+
+    def passes(self, seconds: float) -> Callable[[], bool]:
+        """Whether so much time has gone by, to be asked then: the thread is woken."""
+        timer = Timer(seconds, self.ring)
+        timer.daemon = True
+        timer.start()
+        due = time.monotonic() + seconds
+        return lambda: time.monotonic() >= due
 
 
 class Arguments:
@@ -127,7 +170,10 @@ class Arguments:
 
 async def main(process: Any, _: Any) -> None:
     place = Place(
-        *(options[key] for key in ("engine_id", "role", "rank", "listen", "agent_socket")), startup_timeout=DEADLINE_S
+        *(options[key] for key in ("engine_id", "role", "rank", "listen")),
+        peer_listen="127.0.0.1:0",
+        agent_socket=options["agent_socket"],
+        startup_timeout=DEADLINE_S,
     )
     Thread(target=hear, daemon=True).start()
     await Agent(place, lambda _: Limits(**options["limits"]), DamagedTransport).run(process)

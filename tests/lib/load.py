@@ -15,7 +15,8 @@ from tests.lib.mesh import Mesh
 LEFT_BY_REQUESTS = (
     "queued", "reserving", "reserved", "receiving", "running", "transferring", "releasing", "resident", "finishing",
     "quarantined", "blocks_used", "slots_used", "places_used", "pins", "rooms", "places", "windows", "blocks_in_tables",
-    "retracted", "image_blocks_used", "pending_steps", "staging_frames_used", "batches_in_flight", "client_streams",
+    "retracted", "image_blocks_used", "pending_steps", "staging_frames_used", "frames_offered", "batches_in_flight",
+    "client_streams",
 )  # fmt: skip
 
 

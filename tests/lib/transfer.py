@@ -34,7 +34,7 @@ from tests.lib.k3 import CONFIG
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
 EPOCHS = {"prefill": 11, "decode": 22}
-SMALL = dict(frame_bytes=64 << 10, frames=8, window=4)
+SMALL = dict(frame_bytes=64 << 10, frames=8, window=4, piece_bytes=40 << 10)
 
 
 # ---- records

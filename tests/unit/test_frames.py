@@ -1,4 +1,4 @@
-"""Gather and scatter over pools with gaps between units, and the sums of frames."""
+"""Pieces between staging memory and pools with gaps between units, and their seals."""
 
 from pathlib import Path
 from random import Random
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from k3mesh.errors import ConfigError
 from services.contracts.placement import Arena, FieldPlace, Placement
 from services.kvtransfer.frames import HostMemory, check_frame_bytes
-from services.kvtransfer.messages import Units
+from services.kvtransfer.pieces import SEAL_BYTES, Piece, Units
 from tests.lib.transfer import record
 
-UNITS = 5
+UNITS, TAG = 5, 0x0001_0002_0000_0003
 
 
 def placement(strides: tuple[int, int]) -> Placement:
@@ -27,14 +27,14 @@ def placement(strides: tuple[int, int]) -> Placement:
 
 def pools(strides: tuple[int, int], fill: int) -> tuple[bytearray, HostMemory]:
     memory = bytearray([fill]) * 8192
-    return memory, HostMemory(placement(strides), [memory], 2, 4096)
+    return memory, HostMemory(placement(strides), [memory], 8192)
 
 
 runs = st.lists(st.tuples(st.integers(0, 1), st.permutations(range(UNITS)).map(lambda ids: ids[:3])), min_size=1, max_size=3)
 
 
 @given(runs, st.integers(0, 1 << 32))
-def test_what_is_gathered_is_scattered_with_each_side_s_own_strides_and_nothing_else_changes(
+def test_what_is_packed_is_unpacked_with_each_side_s_own_strides_and_nothing_else_changes(
     chosen: list[tuple[int, list[int]]], seed: int
 ):
     chosen = list(dict(chosen).items())  # a field once
@@ -42,11 +42,10 @@ def test_what_is_gathered_is_scattered_with_each_side_s_own_strides_and_nothing_
     source[:] = Random(seed).randbytes(8192)
     target, d = pools((192, 256), 0xEE)
     length = sum((100, 256)[field] * len(ids) for field, ids in chosen)
-    checksum = p.gather(1, [Units((field,), tuple(ids)) for field, ids in chosen])
-    d.frame(0, length)[:] = p.frame(1, length)
-    assert d.verify(0, length, checksum)
-    moved = [Units((field,), tuple(UNITS - 1 - unit for unit in ids)) for field, ids in chosen]
-    d.scatter(0, moved)
+    p.pack(4096, Piece(tuple(Units((field,), tuple(ids)) for field, ids in chosen), length), TAG)
+    d.buffer(0, length + SEAL_BYTES)[:] = p.buffer(4096, length + SEAL_BYTES)
+    moved = tuple(Units((field,), tuple(UNITS - 1 - unit for unit in ids)) for field, ids in chosen)
+    assert d.unpack(0, Piece(moved, length), TAG).intact
     wanted = bytearray([0xEE]) * 8192
     for field, ids in chosen:
         size, base = (100, 256)[field], 64 + field * 4096
@@ -56,21 +55,31 @@ def test_what_is_gathered_is_scattered_with_each_side_s_own_strides_and_nothing_
     assert target == wanted
 
 
-def test_a_checksum_is_xxh3_and_sees_one_bit():
+PIECE = Piece((Units((0,), (1, 2)), Units((1,), (0,))), 456)
+
+
+@pytest.mark.parametrize("at", [0, 300, 455, 456, 463, 464, 471])
+def test_a_seal_sees_one_bit_of_the_units_of_the_tag_and_of_itself_and_then_nothing_is_written(at: int):
+    target, memory = pools((128, 320), 0)
+    memory.pack(0, PIECE, TAG)
+    memory.buffer(0, 472)[at] ^= 1
+    target[:] = b"\xee" * 8192
+    assert not memory.unpack(0, PIECE, TAG).intact and set(target) == {0xEE}
+    memory.buffer(0, 472)[at] ^= 1
+    assert memory.unpack(0, PIECE, TAG).intact and set(target) == {0xEE, 0}
+
+
+def test_a_piece_that_was_sent_for_another_frame_is_not_taken():
     _, memory = pools((128, 320), 0)
+    memory.pack(0, PIECE, TAG)
+    assert not memory.unpack(0, PIECE, TAG + 1).intact
+
+
+def test_a_seal_holds_the_tag_and_xxh3():
+    _, memory = pools((128, 320), 0)
+    memory.pack(0, Piece((), 0), TAG)
     nothing = 0x2D06800538D394C2  # XXH3_64bits of no bytes, from its specification
-    assert memory.gather(0, []) == nothing and memory.verify(0, 0, nothing)
-    checksum = memory.gather(0, [Units((0,), (1, 2)), Units((1,), (0,))])
-    assert memory.verify(0, 456, checksum) and not memory.verify(0, 455, checksum)
-    memory.frame(0, 456)[300] ^= 1
-    assert not memory.verify(0, 456, checksum)
-
-
-def test_frames_of_the_ring_do_not_overlap():
-    memory = HostMemory(placement((128, 320)), [bytes(8192)], 3, 64)
-    for number in range(3):
-        memory.frame(number, 64)[:] = number + 1
-    assert [set(memory.frame(number, 64).tolist()) for number in range(3)] == [{1}, {2}, {3}]
+    assert bytes(memory.buffer(0, SEAL_BYTES)) == TAG.to_bytes(8, "little") + nothing.to_bytes(8, "little")
 
 
 def test_a_frame_below_the_largest_unit_is_refused():
@@ -80,16 +89,17 @@ def test_a_frame_below_the_largest_unit_is_refused():
 
 
 def test_prefill_pools_are_only_read():
-    p = HostMemory(placement((128, 320)), [bytes(8192)], 1, 4096)
+    p = HostMemory(placement((128, 320)), [bytes(8192)], 4096)
+    p.pack(0, PIECE, TAG)
     with pytest.raises(ValueError, match="read-only"):
-        p.scatter(0, [Units((1,), (0,))])
+        p.unpack(0, PIECE, TAG)
 
 
 def test_staging_memory_that_is_pinned_is_locked_as_it_is_touched():
-    before, memory = _locked(), HostMemory(placement((128, 320)), [bytes(8192)], 4, 4 << 20)
+    before, memory = _locked(), HostMemory(placement((128, 320)), [bytes(8192)], 16 << 20)
     if not memory.pinned:
         pytest.skip("RLIMIT_MEMLOCK is too small here")
-    memory.frame(2, 4 << 20)[:] = 1
+    memory.buffer(8 << 20, 4 << 20)[:] = 1
     assert _locked() - before >= 4 << 20
 
 

@@ -28,8 +28,7 @@ FAILURE = m.transfer_failed("PD_TRANSFER", "test")
 class Side:
     """One session, what it has asked for and not got, and what it has told; the promises are checked as it speaks."""
 
-    memory: tuple[type, ...]  # effects that touch the pools
-    wire: tuple[type, ...]  # effects that UCX works on
+    effect: type  # that touches the pools and is on the wire
     session: Session
 
     def __init__(self) -> None:
@@ -46,13 +45,14 @@ class Side:
                     self.hear(report)
                 case m.ToPeer(link, message):
                     self.said.append((link, message))
-                    busy = [it for it in self.running if isinstance(it, self.wire) and it.link == link]
+                    busy = [it for it in self.running if it.link == link]
                     assert not (isinstance(message, m.Drained) and message.room == ROOM and busy), "drained, and on the wire"
                 case m.CloseLink(link):
                     self.lose(link)
                 case _:
                     self.running.append(effect)
-                    assert not isinstance(effect, self.memory) or not self.over, "memory is touched after the end"
+                    assert isinstance(effect, self.effect)
+                    assert not self.over, "memory is touched after the end"
         self.session.check()
 
     def hear(self, report: Any) -> None:
@@ -62,7 +62,7 @@ class Side:
                     "failed twice, or late"
                 )
             case m.Drained():
-                assert not [it for it in self.running if isinstance(it, self.memory)], "drained, and its memory is touched"
+                assert not self.running, "drained, and its memory is touched"
             case m.SourceReleased() | m.RankReady():
                 assert not self.failed and not self.over, "it ends well after it has ended"
         self.reports.append(report)
@@ -81,21 +81,16 @@ class Side:
             self.end(self.running.pop(0))
 
     def end(self, effect: Any, **how: Any) -> None:
-        frame = effect.frame
-        dead = {} if getattr(effect, "link", None) in (None, *self.links) else dict(error="dead", peer_gone=True)
+        dead = {} if effect.link in self.links else dict(error="dead", peer_gone=True)
         match effect:
-            case m.Gather():
-                self.do(m.Gathered(frame, 1))
             case m.Send():
-                self.do(m.Sent(frame, **(dead | how)))
+                self.do(m.Sent(effect.link, effect.seq, **(dead | how)))
             case m.Receive():
-                self.do(m.Received(frame, **(dead | how)))
-            case m.Install():
-                self.do(m.Installed(frame, how.get("intact", True)))
+                self.do(m.Received(effect.frame, **(dead | how)))
 
-    def stop_running(self, kind: type, **how: Any) -> None:
-        """Effects of one kind end, in a certain way."""
-        for effect in [it for it in self.running if isinstance(it, kind)]:
+    def stop_running(self, **how: Any) -> None:
+        """What is on the wire ends, in a certain way."""
+        for effect in list(self.running):
             self.running.remove(effect)
             self.end(effect, **how)
 
@@ -119,7 +114,7 @@ class Side:
 class P(Side):
     """The last stage; its field 4 is paged, the others are slots."""
 
-    memory, wire = (m.Gather,), (m.Send,)
+    effect = m.Send
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,20 +167,19 @@ P_STATES: dict[str, Callable[[P], Any]] = {
     "refused beforehand": lambda it: it.do(m.CancelRoom(ROOM, "early")),
     "accepted": lambda it: it.offer(),
     "waiting for input": lambda it: (it.offer(), it.chunk(barriers=False)),
-    "gathering": lambda it: (it.offer(), it.chunk()),
-    "offered": lambda it: (it.offer(), it.chunk(), it.finish()),
-    "sending": lambda it: (it.offer(), it.chunk(), it.finish(), it.grant()),
-    "all but the token": lambda it: (it.offer(), it.chunk(0, 300, last=True), it.finish(), it.grant(), it.finish()),
+    "offered": lambda it: (it.offer(), it.chunk()),
+    "sending": lambda it: (it.offer(), it.chunk(), it.grant()),
+    "all but the token": lambda it: (it.offer(), it.chunk(0, 300, last=True), it.grant(), it.finish()),
     "done": lambda it: (it.offer(), it.all_sent()),
     "released": lambda it: (it.offer(), it.all_sent(), it.from_peer(m.StageAck(ROOM, 1))),
-    "cancelled, D not heard": lambda it: (it.offer(), it.chunk(), it.finish(), it.do(m.CancelRoom(ROOM, "x"))),
-    "cancelled by D, gathering": lambda it: (it.offer(), it.chunk(), it.from_peer(m.CancelRoom(ROOM, "x"))),
+    "cancelled, D not heard": lambda it: (it.offer(), it.chunk(), it.do(m.CancelRoom(ROOM, "x"))),
+    "cancelled by D while sending": lambda it: (it.offer(), it.chunk(), it.grant(), it.from_peer(m.CancelRoom(ROOM, "x"))),
     "cancelled while sending": lambda it: (
-        it.offer(), it.chunk(), it.finish(), it.grant(), it.do(m.CancelRoom(ROOM, "x")), it.from_peer(m.Drained(ROOM))
+        it.offer(), it.chunk(), it.grant(), it.do(m.CancelRoom(ROOM, "x")), it.from_peer(m.Drained(ROOM))
     ),
-    "without a link": lambda it: (it.offer(), it.chunk(), it.finish(), it.lose_all()),
+    "without a link": lambda it: (it.offer(), it.chunk(), it.lose_all()),
     "without a link, done": lambda it: (it.offer(), it.all_sent(), it.lose_all()),
-    "without a link, still gathering": lambda it: (it.offer(), it.chunk(), it.lose_all()),
+    "without a link, still sending": lambda it: (it.offer(), it.chunk(), it.grant(), it.lose_all()),
     "ended": lambda it: (it.offer(), it.from_peer(m.CancelRoom(ROOM, "x"))),
 }  # fmt: skip
 
@@ -208,10 +202,9 @@ P_EVENTS: dict[str, Callable[[P], Any]] = {
     "next chunk": lambda it: it.chunk(256, 300, last=True),
     "first token": lambda it: it.do(HandoffReady(ROOM, HANDOFF)),
     "forget": lambda it: it.do(ForgetLocal((ROOM,))),
-    "gathers end": lambda it: it.stop_running(m.Gather),
-    "sends end": lambda it: it.stop_running(m.Send),
-    "sends fail": lambda it: it.stop_running(m.Send, error="no"),
-    "sends find the peer dead": lambda it: it.stop_running(m.Send, error="no", peer_gone=True),
+    "sends end": lambda it: it.stop_running(),
+    "sends fail": lambda it: it.stop_running(error="no"),
+    "sends find the peer dead": lambda it: it.stop_running(error="no", peer_gone=True),
 }
 
 
@@ -246,7 +239,7 @@ def test_p_answers_a_cancel_of_d_at_once_when_nothing_of_the_room_is_under_way(s
 class D(Side):
     """Two stages; field 4 of each is paged."""
 
-    memory, wire = (m.Install,), (m.Receive,)
+    effect = m.Receive
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,13 +273,13 @@ class D(Side):
     def announce(self, stage: int = 0, positions: int = 3) -> None:
         payload = self.stages[stage].fields[4].payload
         for n in range(positions):
-            self.from_peer(m.FrameBatch(ROOM, 1, (m.Frame(n, payload, 1, (m.Extent((4,), n, 1),)),)), stage)
+            self.from_peer(m.FrameBatch(ROOM, 1, (m.Frame(n, payload, (m.Extent((4,), n, 1),)),)), stage)
 
     def rest_of(self, stage: int) -> None:
         """Its state and, on the last stage, the first token."""
         slots = (m.Extent(tuple(range(4)), 0, 1),)
         length = sum(field.payload for field in self.stages[stage].fields[:4])
-        self.from_peer(m.FrameBatch(ROOM, 1, (m.Frame(3, length, 1, slots),)), stage)
+        self.from_peer(m.FrameBatch(ROOM, 1, (m.Frame(3, length, slots),)), stage)
         done = m.StageDone(ROOM, 1, stage, self.stages[stage].expected_bytes(3), 4, 5, HANDOFF if stage else None)
         self.from_peer(done, stage)
         self.finish()
@@ -316,18 +309,15 @@ D_STATES: dict[str, Callable[[D], Any]] = {
     "half accepted": lambda it: (it.expect(), it.accept(1)),
     "accepted": lambda it: (it.expect(), it.accept()),
     "receiving": _receiving,
-    "installing": lambda it: (_receiving(it), it.stop_running(m.Receive)),
     "one stage complete": lambda it: (it.expect(), it.accept(), it.whole(0)),
     "all but the token": lambda it: (it.expect(), it.accept(), it.whole(0), it.announce(1), it.finish()),
     "installed": lambda it: (it.expect(), it.accept(), it.whole(0), it.whole(1)),
     "cancelled, P not heard": lambda it: (it.expect(), it.accept(), it.do(m.CancelRoom(ROOM, "x"))),
     "cancelled while receiving": lambda it: (_receiving(it), it.do(m.CancelRoom(ROOM, "x"))),
-    "cancelled while installing": lambda it: (
-        _receiving(it), it.stop_running(m.Receive), it.from_peer(m.CancelRoom(ROOM, "x"))
-    ),
+    "cancelled by P while receiving": lambda it: (_receiving(it), it.from_peer(m.CancelRoom(ROOM, "x"))),
     "without a link": lambda it: (it.expect(), it.accept(), it.lose_first()),
     "without a link, receiving": lambda it: (_receiving(it), it.lose_first()),
-    "without a link, installing": lambda it: (_receiving(it), it.stop_running(m.Receive), it.lose_first()),
+    "without a link, some of it received": lambda it: (_receiving(it), it.stop_running(), it.lose_first()),
     "without a link, one stage complete": lambda it: (it.expect(), it.accept(), it.whole(0), it.lose_first()),
     "expected without a link": lambda it: (it.lose_first(), it.expect()),
     "ended": lambda it: (it.expect(), it.accept(), it.do(m.CancelRoom(ROOM, "x")), it.wind_down()),
@@ -350,15 +340,14 @@ D_EVENTS: dict[str, Callable[[D], Any]] = {
     "accepted": lambda it: it.accept(),
     "refused": lambda it: it.from_peer(m.OfferReply(ROOM, 1, FAILURE), 1),
     "frames": lambda it: it.announce(),
-    "a frame of nothing": lambda it: it.from_peer(m.FrameBatch(ROOM, 1, (m.Frame(9, 5, 1, ()),))),
+    "a frame of nothing": lambda it: it.from_peer(m.FrameBatch(ROOM, 1, (m.Frame(9, 5, ()),))),
     "frames of another attempt": lambda it: it.from_peer(m.FrameBatch(ROOM, 2, ())),
     "a wrong end": lambda it: it.from_peer(m.StageDone(ROOM, 1, 0, 1, 1, 5, None)),
     "an end of another generation": lambda it: it.from_peer(m.StageDone(ROOM, 1, 0, 1, 1, 4, None)),
-    "receives end": lambda it: it.stop_running(m.Receive),
-    "receives fail": lambda it: it.stop_running(m.Receive, error="no"),
-    "receives find the peer dead": lambda it: it.stop_running(m.Receive, error="no", peer_gone=True),
-    "checksums are wrong": lambda it: it.stop_running(m.Install, intact=False),
-    "installs end": lambda it: it.stop_running(m.Install),
+    "receives end": lambda it: it.stop_running(),
+    "receives fail": lambda it: it.stop_running(error="no"),
+    "receives find the peer dead": lambda it: it.stop_running(error="no", peer_gone=True),
+    "checksums are wrong": lambda it: it.stop_running(intact=False),
 }
 
 

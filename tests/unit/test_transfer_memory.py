@@ -2,7 +2,6 @@
 
 import mmap
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from k3mesh.errors import ConfigError
 from services.kvtransfer.frames import HostMemory
 from services.kvtransfer.link import Hello
 from services.kvtransfer.memory import open_memory, profile_of
-from services.kvtransfer.peers import Peers, PeerService
+from services.kvtransfer.peers import Peers, PeerServer
 from services.kvtransfer.session import Limits
 from services.kvtransfer.transport import CUDA, HOST
 from services.runtime.worker_line import CudaArena
@@ -24,7 +23,8 @@ ON_GPU = CudaArena(bytes(64), bytes(16))
 def test_the_kind_of_arenas_says_how_frames_travel():
     assert profile_of([mmap.mmap(-1, 4096)]) is HOST and profile_of([ON_GPU]) is CUDA
     assert "cuda_ipc" in CUDA.environment["UCX_TLS"] and "cuda" not in HOST.environment["UCX_TLS"]
-    assert (HOST.frame_bytes, HOST.frames, CUDA.frame_bytes, CUDA.frames) == (8 << 20, 12, 320 << 20, 6)
+    assert (HOST.frame_bytes, HOST.frames, CUDA.frame_bytes, CUDA.frames) == (32 << 20, 4, 320 << 20, 6)
+    assert (HOST.piece_bytes, CUDA.piece_bytes) == (1 << 20, 112 << 20)
 
 
 def test_mapped_arenas_are_a_cpu_s_memory():
@@ -43,11 +43,12 @@ def test_pools_on_a_gpu_are_refused_where_there_is_no_cuda():
 
 
 def test_agents_whose_frames_have_different_checksums_refuse_each_other_and_name_both():
-    transport: Any = SimpleNamespace(address=b"")
-    memory: Any = SimpleNamespace(checksum="xxh3_64")
-    service = PeerService(Peers(record("prefill"), Limits(), transport, memory, lambda event: None))
-    peer = Hello(record("decode"), b"", 1, 1, Limits().frame_bytes, "xxh3_64")
+    mover: Any = None  # nobody gets as far as that
+    service = PeerServer(Peers(record("prefill"), Limits(), b"", "xxh3_64", mover, lambda event: None))
+    peer = Hello(record("decode"), b"", 1, 1, Limits().frame_bytes, Limits().piece_bytes, "xxh3_64")
     service._check(peer)
     with pytest.raises(ConfigError, match=r"'xxh3_64' on prefill-0 rank 0 and 'sum64' on decode-0 rank 0; put") as refused:
         service._check(replace(peer, checksum="sum64"))
     assert refused.value.detail == "PD_CONTRACT"
+    with pytest.raises(ConfigError, match=r"pieces of frames have 1048576 bytes on prefill-0 rank 0 and 4096 on decode-0"):
+        service._check(replace(peer, piece_bytes=4096))

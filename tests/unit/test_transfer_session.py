@@ -13,6 +13,7 @@ from services.contracts.events import DeadlinePassed
 from services.contracts.geometry import blocks_for
 from services.contracts.ids import BLOCK_TOKENS
 from services.kvtransfer import messages as m
+from services.kvtransfer.pieces import Piece, Units
 from services.kvtransfer.session import Limits, Session, Tombstones
 from services.kvtransfer.sink import SinkSession
 from services.kvtransfer.source import SourceSession
@@ -63,14 +64,13 @@ class Receiving:
     def frame(self, seq: int, *extents: tuple[int, int, int], stage: int = 0, **changes: Any) -> m.FrameBatch:
         parts = tuple(m.Extent((field,), first, count) for field, first, count in extents)
         length = sum(self.stages[stage].fields[min(it.fields[0], 4)].payload * it.count for it in parts)
-        return m.FrameBatch(ROOM, 1, (replace(m.Frame(seq, length, 99, parts), **changes),))
+        return m.FrameBatch(ROOM, 1, (replace(m.Frame(seq, length, parts), **changes),))
 
     def install(self, effects: list[Any]) -> list[Any]:
         """Carry every granted frame through to the pools."""
         out: list[Any] = []
         for receive in [effect for effect in effects if isinstance(effect, m.Receive)]:
-            self.session.apply(m.Received(receive.frame), 2)
-            out += self.session.apply(m.Installed(receive.frame, True), 2)
+            out += self.session.apply(m.Received(receive.frame), 2)
         return out
 
     def whole_stage(self, link: int, stage: int | None = None) -> tuple[list[Any], m.StageDone]:
@@ -97,7 +97,7 @@ def test_a_room_is_ready_only_when_every_stage_has_brought_every_unit_and_the_fi
         assert said(effects, link) == [m.StageAck(ROOM, 1)]
     ready = reports(effects)[0]
     expected = sum(stage.expected_bytes(3) for stage in it.stages)
-    assert (ready.token, ready.window, ready.bytes, ready.first_byte, ready.last_byte) == (3, (3,), expected, 2, 2)
+    assert (ready.token, ready.window, ready.bytes, ready.first_byte, ready.last_byte) == (3, (3,), expected, 1, 2)
     assert it.session.counters() == {"rooms": 0, "pins": 0, "staging_frames_used": 0, "quarantined": 0, "links": 2}
 
 
@@ -113,8 +113,7 @@ def test_the_end_may_come_before_the_last_frames_are_installed():
     effects = it.hear(1, m.StageDone(ROOM, 1, 0, it.stages[0].expected_bytes(3), seq, 5, None))
     while receives := [effect for effect in granted if isinstance(effect, m.Receive)]:
         assert not said(effects, 1)
-        it.session.apply(m.Received(receives[0].frame), 2)
-        effects = it.session.apply(m.Installed(receives[0].frame, True), 2)
+        effects = it.session.apply(m.Received(receives[0].frame), 2)
         granted = [*receives[1:], *effects]
         effects = [effect for effect in effects if isinstance(effect, m.ToPeer) and isinstance(effect.message, m.StageAck)]
     assert said(effects, 1) == [m.StageAck(ROOM, 1)]
@@ -137,8 +136,7 @@ def test_grants_are_bounded_by_the_window_and_go_on_as_frames_come_back():
         effects += it.hear(1, it.frame(seq, (4, seq, 1)))
     receives = [effect for effect in effects if isinstance(effect, m.Receive)]
     assert [receive.seq for receive in receives] == [0, 1], "a window of two"
-    assert not said(it.session.apply(m.Received(receives[0].frame), 2), 1), "its frame is still in use"
-    assert said(it.session.apply(m.Installed(receives[0].frame, True), 2), 1) == [m.Grant(ROOM, (2,))]
+    assert said(it.session.apply(m.Received(receives[0].frame), 2), 1) == [m.Grant(ROOM, (2,))]
 
 
 @pytest.mark.parametrize(
@@ -193,13 +191,12 @@ def test_a_second_end_of_a_stage_is_dropped_if_it_is_the_same_and_fails_the_room
 def test_a_damaged_frame_fails_its_room():
     it = Receiving()
     (receive,) = [effect for effect in it.hear(1, it.frame(0, (4, 0, 1))) if isinstance(effect, m.Receive)]
-    (install,) = it.session.apply(m.Received(receive.frame), 2)
-    assert install == m.Install(receive.frame, receive.length, 99, (m.Units((4,), (3,)),))
-    effects = it.session.apply(m.Installed(receive.frame, False), 2)
+    assert receive == m.Receive(receive.frame, LINKS[0], 0, (Piece((Units((4,), (3,)),), 36 << 10),))
+    effects = it.session.apply(m.Received(receive.frame, intact=False), 2)
     assert code(effects) == "PD_BYTES" and not it.session.totals["rooms_ok"]
 
 
-def test_a_stopped_room_scatters_nothing_more_and_is_drained_when_frames_and_peers_are():
+def test_a_stopped_room_is_drained_when_frames_and_peers_are():
     it = Receiving()
     (receive,) = [effect for effect in it.hear(1, it.frame(0, (4, 0, 1))) if isinstance(effect, m.Receive)]
     it.session.apply(m.CancelRoom(ROOM, "test"), 2)
@@ -245,7 +242,7 @@ def test_a_peer_that_is_gone_fails_every_room_and_frames_come_back_as_their_rece
     effects = it.session.apply(m.LinkLost(LINKS[1], "2 heartbeats missed", gone=True), 2)
     assert code(effects) == "PD_PEER_DEAD" and m.Drained(ROOM) not in reports(effects)
     assert "prefill-0 rank 1 is lost: 2 heartbeats missed" in reports(effects)[0].failure.message
-    assert reports(it.session.apply(m.Received(receive.frame, "reset"), 2)) == [m.Drained(ROOM)]
+    assert reports(it.session.apply(m.Received(receive.frame, error="reset"), 2)) == [m.Drained(ROOM)]
     assert not any(it.session.counters().values())
 
 
@@ -333,8 +330,8 @@ def test_times_of_d():
 class Sending:
     """A last stage that has accepted a room of 300 tokens. Its fields: rec and conv of layers 3 and 4, mla of layer 5."""
 
-    def __init__(self, window: int = LIMITS.window, **changes: Any):
-        self.session = SourceSession(record("prefill", 1), replace(LIMITS, window=window))
+    def __init__(self, **changes: Any):
+        self.session = SourceSession(record("prefill", 1), LIMITS)
         self.session.apply(m.LinkUp(LINKS[0], record("decode")), 0)
         self.offer = m.Offer(manifest(ROOM, **changes))
         self.answers = self.hear(self.offer)
@@ -345,18 +342,34 @@ class Sending:
         self.session.check()
         return effects
 
-    def chunk(self, start: int, end: int, blocks: tuple[int, ...], last: bool = False, step: int = 1) -> list[Any]:
-        """All barriers of one chunk -> the gathers that they cause."""
+    def chunk(self, start: int, end: int, blocks: tuple[int, ...], last: bool = False, step: int = 1) -> list[m.Frame]:
+        """All barriers of one chunk -> the frames that are offered by them."""
         row = LocalRow(ROOM, start, end, last, 4, blocks)
         effects = self.session.apply(ChunkStarted(step, (row,)), 1)
         for lo in range(self.steps):
             effects += self.session.apply(FieldsReady(step, lo, lo + 1), 1)
         self.session.check()
-        return [effect for effect in effects if isinstance(effect, m.Gather)]
+        return offered(effects)
 
-    def offered(self, gather: m.Gather) -> m.Frame:
-        effects = self.session.apply(m.Gathered(gather.frame, 99), 1)
-        return next(message for message in said(effects, 1) if isinstance(message, m.FrameBatch)).frames[0]
+    def units(self, frames: list[m.Frame]) -> list[tuple[int, int]]:
+        """Field and number of every unit that a grant of these frames sends."""
+        sends = self.hear(m.Grant(ROOM, tuple(frame.seq for frame in frames)))
+        return units_of(sends)
+
+
+def offered(effects: list[Any], link: int = 1) -> list[m.Frame]:
+    return [frame for message in said(effects, link) if isinstance(message, m.FrameBatch) for frame in message.frames]
+
+
+def units_of(sends: list[Any]) -> list[tuple[int, int]]:
+    return [
+        (field, number)
+        for send in sends
+        for piece in send.pieces
+        for units in piece.units
+        for field in units.fields
+        for number in units.ids
+    ]
 
 
 def test_an_accepted_offer_is_answered_to_d_and_told_to_the_scheduler():
@@ -384,34 +397,33 @@ def test_an_offer_longer_than_p_s_pool_is_refused():
     assert answer.message.failure.detail == "PD_MANIFEST" and "3 blocks" in answer.message.failure.message
 
 
-def test_state_is_gathered_after_the_last_chunk_only_and_a_partial_block_waits_for_it():
-    it = Sending(window=4)
-    early = it.chunk(0, 200, (10, 11))
-    assert [gather.units for gather in early] == [(m.Units((4,), (10,)),)]
+def test_state_is_offered_after_the_last_chunk_only_and_a_partial_block_waits_for_it():
+    it = Sending()
+    assert it.units(it.chunk(0, 200, (10, 11))) == [(4, 10)]
     late = it.chunk(200, 300, (12,), last=True, step=2)
-    units = [unit for gather in late for unit in gather.units]
-    assert sorted((field, unit.ids) for unit in units for field in unit.fields) == [
-        (0, (4,)), (1, (4,)), (2, (4,)), (3, (4,)), (4, (11, 12))
-    ]  # fmt: skip
+    assert sorted(it.units(late)) == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 11), (4, 12)]
 
 
 def test_a_prefix_that_d_has_is_not_sent_and_what_p_had_cached_is():
-    it = Sending(window=4, prefix=128)
-    gathers = it.chunk(256, 300, (20, 21, 22), last=True)  # 256 tokens were in P's prefix cache
-    units = [unit for gather in gathers for unit in gather.units if unit.fields == (4,)]
-    assert sorted(unit for it in units for unit in it.ids) == [21, 22]
+    it = Sending(prefix=128)
+    units = it.units(it.chunk(256, 300, (20, 21, 22), last=True))  # 256 tokens were in P's prefix cache
+    assert sorted(number for field, number in units if field == 4) == [21, 22]
 
 
-def test_a_frame_holds_whole_units_of_one_room_up_to_its_size():
+def test_a_frame_holds_whole_units_of_one_room_up_to_its_size_and_frames_are_numbered_by_their_pieces():
     it = Sending()
-    gathers = it.chunk(0, 300, (10, 11, 12), last=True)
-    frames = [it.offered(gather) for gather in gathers]
-    assert all(frame.length <= LIMITS.frame_bytes for frame in frames) and [frame.seq for frame in frames] == [0, 1]
-    assert it.session.counters()["staging_frames_used"] == 2, "the window of the link"
+    it.session.limits = replace(LIMITS, piece_bytes=40 << 10)  # a block of 36 KiB, or some slots
+    it.session.apply(ChunkStarted(1, (LocalRow(ROOM, 0, 300, True, 4, (10, 11, 12)),)), 1)
+    frames = offered(it.session.apply(FieldsReady(1, 0, it.steps), 1))
+    assert all(frame.length <= LIMITS.frame_bytes for frame in frames) and len(frames) == 2
+    sends = it.hear(m.Grant(ROOM, tuple(frame.seq for frame in frames)))
+    assert [send.seq for send in sends] == [0, len(sends[0].pieces)], "the second follows the pieces of the first"
+    assert len(sends[0].pieces) > 1 and all(piece.length <= 40 << 10 for send in sends for piece in send.pieces)
+    assert it.session.counters()["frames_offered"] == 2
 
 
 @given(st.data(), st.integers(1, 8 * BLOCK_TOKENS), st.integers(0, 9), st.sampled_from([0, 2]))
-def test_any_interval_gathers_every_unit_once_behind_its_own_barrier(data: Any, prompt: int, interval: int, draft_layers: int):
+def test_any_interval_offers_every_unit_once_behind_its_own_barrier(data: Any, prompt: int, interval: int, draft_layers: int):
     """Whatever the chunks, D's prefix and what P had cached: blocks when they are full, or at the end of the prompt; state with
     the last chunk alone; the drafter's rows behind everything else of a chunk."""
     place = record("prefill", 1, draft_layers=draft_layers)
@@ -428,14 +440,11 @@ def test_any_interval_gathers_every_unit_once_behind_its_own_barrier(data: Any, 
         for lo in range(0, count, interval or count):
             hi = min(lo + (interval or count), count)
             passed = {index for fields in place.producer_steps[lo:hi] for index in fields}
-            for effect in session.apply(FieldsReady(step, lo, hi), 1):
-                assert isinstance(effect, m.Gather)
-                for units in effect.units:
-                    (kind,) = {place.fields[field].kind for field in units.fields}
-                    paged = kind == "paged"
-                    full = all((unit - 10 + 1) * BLOCK_TOKENS <= end for unit in units.ids)
-                    assert passed.issuperset(units.fields) and (last or (paged and full))
-                    seen.update((field, unit) for field in units.fields for unit in units.ids)
+            for frame in offered(session.apply(FieldsReady(step, lo, hi), 1)):
+                for field, unit in units_of(session.apply(m.FromPeer(LINKS[0], m.Grant(ROOM, (frame.seq,))), 1)):
+                    full = place.fields[field].kind == "paged" and (unit - 10 + 1) * BLOCK_TOKENS <= end
+                    assert field in passed and (last or full)
+                    seen[field, unit] += 1
         start = end
     first = prefix // BLOCK_TOKENS
     blocks, slot = range(10 + first, 10 + blocks_for(prompt)), [4]
@@ -445,13 +454,10 @@ def test_any_interval_gathers_every_unit_once_behind_its_own_barrier(data: Any, 
 
 
 def complete(it: Sending) -> list[Any]:
-    """Everything is written, gathered, granted and sent -> what was said after the handoff."""
-    gathers = it.chunk(0, 300, (10, 11, 12), last=True)
-    while gathers:
-        frame = it.offered(gathers[0])
-        it.hear(m.Grant(ROOM, (frame.seq,)))
-        more = it.session.apply(m.Sent(gathers[0].frame), 1)
-        gathers = [*gathers[1:], *(effect for effect in more if isinstance(effect, m.Gather))]
+    """Everything is written, granted and sent -> what was said after the handoff."""
+    for frame in it.chunk(0, 300, (10, 11, 12), last=True):
+        (send,) = it.hear(m.Grant(ROOM, (frame.seq,)))
+        it.session.apply(m.Sent(send.link, send.seq), 1)
     return it.session.apply(HandoffReady(ROOM, Handoff(3, (3,), 128)), 1)
 
 
@@ -480,28 +486,35 @@ def test_barriers_that_do_not_cover_the_stage_fail_the_room():
 
 def test_p_keeps_what_it_has_offered_until_d_will_grant_no_more_and_honours_a_grant_that_crosses_its_cancel():
     it = Sending()
-    first, second = it.chunk(0, 256, (10, 11))[0], it.chunk(256, 300, (12,), last=True, step=2)[0]
-    seqs = [it.offered(gather).seq for gather in (first, second)]
+    first, *_ = it.chunk(0, 256, (10, 11))
+    it.chunk(256, 300, (12,), last=True, step=2)
     effects = it.session.apply(m.CancelRoom(ROOM, "test"), 2)
     assert isinstance(said(effects, 1)[0], m.CancelRoom) and not reports(effects)
-    (send,) = it.hear(m.Grant(ROOM, (seqs[0],)))
-    assert send == m.Send(first.frame, LINKS[0], seqs[0], first.length)
+    (send,) = it.hear(m.Grant(ROOM, (first.seq,)))
+    assert (send.link, send.seq, units_of([send])) == (LINKS[0], first.seq, [(4, 10), (4, 11)])
     assert not reports(it.hear(m.Drained(ROOM))), "one frame is still being sent"
-    assert it.session.counters()["staging_frames_used"] == 1
-    assert reports(it.session.apply(m.Sent(first.frame), 3)) == [m.Drained(ROOM)]
+    assert it.session.counters()["frames_offered"] == 1
+    assert reports(it.session.apply(m.Sent(send.link, send.seq), 3)) == [m.Drained(ROOM)]
     assert it.session.counters() == {
-        "rooms": 0, "pins": 0, "staging_frames_used": 0, "quarantined": 0, "steps": 0, "links": 1,
+        "rooms": 0, "pins": 0, "frames_offered": 0, "quarantined": 0, "steps": 0, "links": 1,
     }  # fmt: skip
 
 
-def test_a_cancel_from_d_is_answered_when_the_running_gather_has_ended():
+def test_a_cancel_from_d_is_answered_when_what_is_being_sent_is_out():
     it = Sending()
-    (gather,) = it.chunk(0, 128, (10,))
+    (frame,) = it.chunk(0, 128, (10,))
+    (send,) = it.hear(m.Grant(ROOM, (frame.seq,)))
     effects = it.hear(m.CancelRoom(ROOM, "test"))
     assert code(effects) == "" and not said(effects, 1)
-    effects = it.session.apply(m.Gathered(gather.frame, 1), 2)
+    effects = it.session.apply(m.Sent(send.link, send.seq), 2)
     assert effects == [m.ToPeer(LINKS[0], m.Drained(ROOM)), m.ToScheduler(m.Drained(ROOM))]
     assert it.hear(m.CancelRoom(99, "unknown")) == [m.ToPeer(LINKS[0], m.Drained(99))]
+
+
+def test_a_frame_that_is_granted_twice_is_sent_once():
+    it = Sending()
+    (frame,) = it.chunk(0, 128, (10,))
+    assert len(it.hear(m.Grant(ROOM, (frame.seq, frame.seq)))) == 1 and it.session.totals["stale_messages"] == 1
 
 
 def test_rows_of_a_stopped_room_go_by_and_cost_nothing():
@@ -513,37 +526,36 @@ def test_rows_of_a_stopped_room_go_by_and_cost_nothing():
     assert not any(value for key, value in it.session.counters().items() if key != "links")
 
 
-def resend(it: Sending, link: m.Link) -> list[m.Gather]:
-    """What P gathers for a link that comes in the place of the last one."""
+def resend(it: Sending, link: m.Link) -> list[tuple[int, int]]:
+    """The units that P sends over a link that comes in the place of the last one."""
     it.session.apply(m.LinkUp(link, record("decode")), 3)
     effects = it.session.apply(m.FromPeer(link, it.offer), 3)
     it.session.check()
-    assert said(effects, link) == [m.OfferReply(ROOM, 1)] and not reports(effects), "the scheduler has had its answer"
-    return [effect for effect in effects if isinstance(effect, m.Gather)]
+    assert said(effects, link)[0] == m.OfferReply(ROOM, 1) and not reports(effects), "the scheduler has had its answer"
+    seqs = tuple(frame.seq for frame in offered(effects, link))
+    return units_of(it.session.apply(m.FromPeer(link, m.Grant(ROOM, seqs)), 3))
 
 
 @pytest.mark.parametrize("noticed", [True, False])
 def test_p_sends_a_room_whole_again_over_the_next_link_even_if_it_has_not_seen_the_end_of_the_last(noticed: bool):
-    it = Sending(window=4)
-    gather = it.chunk(0, 256, (10, 11))[0]
-    it.offered(gather)
+    it = Sending()
+    it.chunk(0, 256, (10, 11))
     if noticed:
         assert not it.session.apply(m.LinkLost(LINKS[0], "reset"), 2)
-    first = resend(it, m.Link(2))
-    assert [unit for it in first for unit in it.units] == [unit for unit in gather.units]
+    assert resend(it, m.Link(2)) == [(4, 10), (4, 11)]
     assert it.session.apply(m.FromPeer(LINKS[0], m.Grant(ROOM, (0,))), 3) == [], "of the old link"
     assert it.session.totals["stale_messages"] == 1
 
 
 def test_frames_under_way_when_a_link_is_lost_come_back_and_count_for_nothing():
-    it = Sending(window=4)
-    sent, gathered = *it.chunk(0, 128, (10,)), *it.chunk(128, 256, (11,), step=2)
-    it.hear(m.Grant(ROOM, (it.offered(sent).seq,)))
+    it = Sending()
+    sent, _ = *it.chunk(0, 128, (10,)), *it.chunk(128, 256, (11,), step=2)
+    (send,) = it.hear(m.Grant(ROOM, (sent.seq,)))
+    assert it.session.counters()["frames_offered"] == 2
     it.session.apply(m.LinkLost(LINKS[0], "reset"), 2)
-    assert it.session.counters()["staging_frames_used"] == 2
-    assert it.session.apply(m.Sent(sent.frame, "reset", peer_gone=True), 2) == []
-    assert it.session.apply(m.Gathered(gathered.frame, 1), 2) == []
-    assert it.session.counters()["staging_frames_used"] == 0 and it.session.counters()["rooms"] == 1
+    assert it.session.counters()["frames_offered"] == 1, "nobody asks for the other any more"
+    assert it.session.apply(m.Sent(send.link, send.seq, "reset", peer_gone=True), 2) == []
+    assert it.session.counters()["frames_offered"] == 0 and it.session.counters()["rooms"] == 1
 
 
 def test_an_acknowledgement_that_was_lost_with_its_link_is_asked_for_again():
@@ -555,19 +567,10 @@ def test_an_acknowledgement_that_was_lost_with_its_link_is_asked_for_again():
 
 
 def test_barriers_that_pass_while_there_is_no_link_are_sent_over_the_next():
-    it = Sending(window=4)
+    it = Sending()
     it.session.apply(m.LinkLost(LINKS[0], "reset"), 2)
     assert it.chunk(0, 300, (10, 11, 12), last=True) == []
-    units = [unit for gather in resend(it, m.Link(2)) for unit in gather.units]
-    assert sorted((field, number) for unit in units for field in unit.fields for number in unit.ids) == [
-        (0, 4),
-        (1, 4),
-        (2, 4),
-        (3, 4),
-        (4, 10),
-        (4, 11),
-        (4, 12),
-    ]
+    assert sorted(resend(it, m.Link(2))) == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 10), (4, 11), (4, 12)]
 
 
 @pytest.mark.parametrize("how", ["gone", "restarted", "time"])
@@ -600,7 +603,7 @@ def test_times_of_p():
     at, effects = pass_deadline(it.session)
     assert at == 81.0 and isinstance(effects[0], m.CloseLink)
     waiting = Sending(timeout=500.0)
-    waiting.offered(waiting.chunk(0, 128, (10,))[0])
+    waiting.chunk(0, 128, (10,))
     at, effects = pass_deadline(waiting.session)
     assert (at, code(effects)) == (31.0, "PD_TIMEOUT_WAIT"), "an offer without an answer"
 

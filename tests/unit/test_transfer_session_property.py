@@ -6,7 +6,7 @@ room ends, and every staging frame comes back.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -22,16 +22,17 @@ from services.contracts.geometry import PAGED, blocks_for
 from services.contracts.ids import BLOCK_TOKENS
 from services.contracts.placement import Manifest
 from services.kvtransfer import messages as m
+from services.kvtransfer.pieces import Piece
 from services.kvtransfer.session import Limits
 from services.kvtransfer.sink import SinkSession
 from services.kvtransfer.source import SourceSession
 from tests.lib.transfer import manifest, record
 
 STAGES = 2
-LIMITS = Limits(frame_bytes=80 << 10, frames=3, window=2)  # two blocks of 36 KiB and some slots
+LIMITS = Limits(frame_bytes=80 << 10, frames=3, window=2, piece_bytes=40 << 10)  # two blocks of 36 KiB and some slots
 PLACES = [record("prefill", stage) for stage in range(STAGES)]
 DECODE = record("decode", num_blocks=4000, num_slots=600)  # no unit is used twice: contents tell where they come from
-EFFECTS = (m.Gather, m.Send, m.Receive, m.Install)
+EFFECTS = (m.Send, m.Receive)
 D = STAGES  # index of the decode session
 
 
@@ -65,11 +66,7 @@ class Transfers(RuleBasedStateMachine):
         self.step_id = 0
         self.streams: dict[tuple[int, int], deque[Any]] = {}  # (link, receiving session) -> messages under way
         self.effects: list[tuple[int, Any]] = []  # under way: session, effect
-        self.wire: dict[tuple[int, int], Any] = {}  # (link, seq) -> what was sent
-        self.staging: dict[tuple[int, int], Any] = {}  # (session, frame) -> (content, intact)
-        self.sums: dict[int, Any] = {}
-        self.outlived: set[int] = set()  # D's frames whose install was under way when their link broke
-        self.frame_room: dict[int, int] = {}
+        self.wire: dict[tuple[int, int], Any] = {}  # (link, number of the piece) -> what was sent
         self.written: Counter[tuple[int, int, int, int]] = Counter()  # life, room, field, unit
         self.unseen: list[tuple[int, m.LinkLost]] = []  # ends of links that a prefill agent has not noticed yet
         self.pool: dict[tuple[int, int, int], Any] = {}  # D: (room, field, unit) -> content
@@ -114,17 +111,16 @@ class Transfers(RuleBasedStateMachine):
                 self.complete(job, report)
 
     def touching(self, who: int, room: int) -> bool:
-        kind = m.Install if who == D else m.Gather
-        return any(s == who and isinstance(e, kind) and self.staging_room(s, e.frame) == room for s, e in self.effects)
+        return any(s == who and isinstance(e, EFFECTS) and self.room_of(s, e) == room for s, e in self.effects)
 
     def in_flight(self, who: int, room: int, link: int) -> bool:
         return any(
-            s == who and isinstance(e, m.Send | m.Receive) and e.link == link and self.staging_room(s, e.frame) == room
-            for s, e in self.effects
+            s == who and isinstance(e, EFFECTS) and e.link == link and self.room_of(s, e) == room for s, e in self.effects
         )
 
-    def staging_room(self, who: int, frame: int) -> int:
-        return self.sessions[who]._frames[frame].room if frame in self.sessions[who]._frames else -1
+    def room_of(self, who: int, effect: Any) -> int:
+        frame = effect.frame if isinstance(effect, m.Receive) else (effect.link, effect.seq)
+        return self.sessions[who]._frames[frame].room
 
     def complete(self, job: Job, report: m.RankReady) -> None:
         """Exactly P's bytes, in the manifest's units."""
@@ -250,57 +246,53 @@ class Transfers(RuleBasedStateMachine):
         """Effects that can end now: a receive does when its frame was sent, or when its link is dead."""
         return [
             n for n, (_, effect) in enumerate(self.effects)
-            if not isinstance(effect, m.Receive) or effect.link not in self.links or (effect.link, effect.seq) in self.wire
+            if not isinstance(effect, m.Receive) or effect.link not in self.links
+            or all(number in self.wire for number, _ in numbered(effect))
         ]  # fmt: skip
 
     def perform(self, number: int) -> None:
         who, effect = self.effects.pop(number)
         match effect:
-            case m.Gather():
-                room = self.sessions[who]._frames[effect.frame].room
-                assert who not in self.jobs[room].over, "P's memory is read after the room ended"
-                content = tuple(self.source(who, room, units) for units in effect.units)
-                self.staging[who, effect.frame] = content
-                self.apply(who, m.Gathered(effect.frame, hash(content)))
-                return
+            case m.Send() if effect.link not in self.links:
+                self.apply(who, m.Sent(effect.link, effect.seq, "dead", peer_gone=True))
             case m.Send():
-                if effect.link not in self.links:
-                    self.apply(who, m.Sent(effect.frame, "dead", peer_gone=True))
-                else:
-                    self.wire[effect.link, effect.seq] = ("damaged",) if self.damaged else self.staging[who, effect.frame]
+                room = self.room_of(who, effect)
+                assert who not in self.jobs[room].over, "P's memory is read after the room ended"
+                for piece_number, piece in numbered(effect):
+                    assert piece_number not in self.wire, "two pieces have one number"
+                    self.wire[piece_number] = "damaged" if self.damaged else self.source(who, room, piece)
                     self.damaged = self.damaged and self.disturb()
-                    self.apply(who, m.Sent(effect.frame))
+                self.apply(who, m.Sent(effect.link, effect.seq))
+            case m.Receive() if effect.link not in self.links:
+                self.apply(who, m.Received(effect.frame, error="dead", peer_gone=True))
             case m.Receive():
-                content = self.wire.pop((effect.link, effect.seq), None)
-                self.staging[who, effect.frame] = content
-                dead = content is None or effect.link not in self.links
-                self.apply(who, m.Received(effect.frame, "dead" if dead else None, peer_gone=dead))
-            case m.Install():
-                intact = hash(self.staging[who, effect.frame]) == effect.checksum
-                if intact:
-                    self.scatter(effect)
-                self.apply(who, m.Installed(effect.frame, intact))
+                intact = True
+                for piece_number, piece in numbered(effect):
+                    content = self.wire.pop(piece_number)
+                    intact &= content != "damaged"
+                    if content != "damaged":
+                        self.scatter(self.room_of(who, effect), piece, content)
+                self.apply(who, m.Received(effect.frame, intact))
             case m.CloseLink(link):
                 if link in self.links:
                     self.lose_link(link)
 
-    def source(self, stage: int, room: int, units: m.Units) -> tuple[Any, ...]:
+    def source(self, stage: int, room: int, piece: Piece) -> list[Any]:
         first = self.jobs[room].manifest.first_block + 100 * (room % 100)
-        return tuple(
+        return [
             (room, it.field_id, unit - first, 0) if it.kind == PAGED else (room, it.field_id, 0, self.versions[room, stage])
+            for units in piece.units
             for it in (PLACES[stage].fields[field] for field in units.fields)
             for unit in units.ids
-        )
+        ]
 
-    def scatter(self, effect: m.Install) -> None:
-        room = self.sessions[D]._frames[effect.frame].room
+    def scatter(self, room: int, piece: Piece, contents: list[Any]) -> None:
         assert D not in self.jobs[room].over, "D's memory is written after the room ended"
-        for units, contents in zip(effect.units, self.staging[D, effect.frame], strict=True):
-            places = [(index, unit) for index in units.fields for unit in units.ids]
-            for (index, unit), content in zip(places, contents, strict=True):
-                self.written[self.lives, room, index, unit] += effect.frame not in self.outlived
-                assert self.written[self.lives, room, index, unit] <= 1, "a unit was written twice"
-                self.pool[room, index, unit] = content
+        places = [(index, unit) for units in piece.units for index in units.fields for unit in units.ids]
+        for (index, unit), content in zip(places, contents, strict=True):
+            self.written[self.lives, room, index, unit] += 1
+            assert self.written[self.lives, room, index, unit] <= 1, "a unit was written twice"
+            self.pool[room, index, unit] = content
 
     def runnable(self) -> list[int]:
         return sorted(
@@ -340,7 +332,6 @@ class Transfers(RuleBasedStateMachine):
         links, self.links = self.links, []
         self.streams.clear()
         self.wire.clear()
-        self.outlived = {effect.frame for who, effect in self.effects if who == D and isinstance(effect, m.Install)}
         self.unseen += [(stage, m.LinkLost(m.Link(it), "test", gone)) for stage, it in enumerate(links)]
         self.apply(D, m.LinkLost(m.Link(link), "test", gone))
 
@@ -382,6 +373,12 @@ class Transfers(RuleBasedStateMachine):
             else:
                 return
             self.holds()
+
+
+def numbered(effect: m.Send | m.Receive) -> Iterator[tuple[tuple[int, int], Piece]]:
+    """The pieces of a frame by the numbers that their tags hold."""
+    for number, piece in enumerate(effect.pieces):
+        yield (effect.link, effect.seq + number), piece
 
 
 Transfers.TestCase.settings = settings(

@@ -28,8 +28,8 @@ MANIFEST = Manifest(
     RequestId("r"), Room((1 << 63) - 1), 2, 3, 4, 128, 300, b"hash", (BlockId(5), BlockId(6)), (7, 8), SlotId(9), 10, 1.5
 )
 FRAMES = (
-    m.Frame(3, 4, (1 << 64) - 1, (m.Extent((5, 4), 6, 7), m.Extent((8,), 9, 10))),
-    m.Frame(11, 12, 13, (m.Extent((1,), 2, 3),)),
+    m.Frame(3, 4, (m.Extent((5, 4), 6, 7), m.Extent((8,), 9, 10))),
+    m.Frame(11, 12, (m.Extent((1,), 2, 3),)),
 )
 NOTICES: list[Notice] = [
     ChunkStarted(3, (LocalRow(1, 2, 3, True, 4, (5, 6)), LocalRow(7, 8, 9, False, 10, ()))),

@@ -1,4 +1,4 @@
-"""The two processes of services.kvtransfer.ceiling, raw UCXX with the agents' settings, and what they measure."""
+"""The two processes of services.kvtransfer.ceiling, raw UCX with the agents' settings, and what they measure."""
 
 import asyncio
 import os
@@ -16,39 +16,38 @@ DEADLINE_S = 120.0
 class Ceiling:
     """A sender and a receiver. `transfer` moves bytes from one to the other."""
 
-    def __init__(self, sender: asyncio.subprocess.Process, receiver: asyncio.subprocess.Process, frame_bytes: int):
+    def __init__(self, sender: asyncio.subprocess.Process, receiver: asyncio.subprocess.Process):
         self._both = (receiver, sender)
-        self._frame_bytes = frame_bytes
 
     @classmethod
     @asynccontextmanager
-    async def run(cls, frame_bytes: int) -> AsyncIterator["Ceiling"]:
+    async def run(cls, size: int) -> AsyncIterator["Ceiling"]:
+        """`size`: bytes of the largest request."""
         async with AsyncExitStack() as stack:
-            sender, receiver = both = [
-                await stack.enter_async_context(_process(role, frame_bytes)) for role in ("send", "receive")
-            ]
+            sender, receiver = both = [await stack.enter_async_context(_process(role, size)) for role in ("send", "receive")]
             addresses = [await _hear(process) for process in both]
             for process, peer in zip(both, reversed(addresses), strict=True):
                 _say(process, peer)
-            yield cls(sender, receiver, frame_bytes)
+            yield cls(sender, receiver)
 
     async def transfer(self, size: int, times: int = 1) -> Sample:
-        """At least `times` times `size` bytes, in whole frames."""
-        frames = -(-size * times // self._frame_bytes)
-        cpu = self._cpu_seconds()
-        for process in self._both:
-            _say(process, str(frames))
-        seconds, _ = [float(await _hear(process)) for process in self._both]  # the receiver's
-        return Sample(seconds, frames * self._frame_bytes, self._cpu_seconds() - cpu)
+        """`times` times `size` bytes, one after the other."""
+        cpu, seconds = self._cpu_seconds(), 0.0
+        for _ in range(times):
+            for process in self._both:
+                _say(process, str(size))
+            receiver, _ = [float(await _hear(process)) for process in self._both]
+            seconds += receiver
+        return Sample(seconds, size * times, self._cpu_seconds() - cpu)
 
     def _cpu_seconds(self) -> float:
         return sum(cpu_seconds(process.pid) for process in self._both)
 
 
 @asynccontextmanager
-async def _process(role: str, frame_bytes: int) -> AsyncIterator[asyncio.subprocess.Process]:
+async def _process(role: str, size: int) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.kvtransfer.ceiling", "--role", role, "--frame-bytes", str(frame_bytes),
+        sys.executable, "-m", "services.kvtransfer.ceiling", "--role", role, "--bytes", str(size),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=ROOT, start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "K3MESH_PARENT": str(os.getpid())},
     )  # fmt: skip
@@ -71,7 +70,7 @@ async def _hear(process: asyncio.subprocess.Process) -> str:
         async with asyncio.timeout(DEADLINE_S):
             line = await process.stdout.readline()
     except TimeoutError:
-        raise MeshError(f"raw UCXX, which the ceiling is measured with, did not answer within {DEADLINE_S:g} s") from None
+        raise MeshError(f"raw UCX, which the ceiling is measured with, did not answer within {DEADLINE_S:g} s") from None
     if not line:
-        raise MeshError("raw UCXX, which the ceiling is measured with, ended; the lines above say why")
+        raise MeshError("raw UCX, which the ceiling is measured with, ended; the lines above say why")
     return line.decode().strip()

@@ -70,7 +70,8 @@ class Rank:
     agent: Child
     worker: AgentLink
     drive: Any  # of TransferControl
-    address: str  # where peers of the agent link to
+    address: str  # of TransferControl
+    peer_address: str = ""  # where decode agents link to
 
     @classmethod
     @asynccontextmanager
@@ -100,7 +101,7 @@ class Rank:
             stack.callback(drive.cancel)
             rank = cls(placement, pools, agent, worker, drive, listen)
             await rank.command(introduce=transfer_pb2.IntroduceAgent(scheduler="bench"))
-            await rank.until("hello")
+            rank.peer_address = (await rank.until("hello")).peer_address
             yield rank
 
     async def command(self, **command: Any) -> None:
@@ -171,7 +172,7 @@ class Pair:
                 )
                 for role, device in zip(("prefill", "decode"), devices, strict=True)
             ]
-            wanted = transfer_pb2.PairWith(engine_id="prefill-0", engine_epoch=EPOCHS["prefill"], agents=[prefill.address])
+            wanted = transfer_pb2.PairWith(engine_id="prefill-0", engine_epoch=EPOCHS["prefill"], agents=[prefill.peer_address])
             await decode.command(pair=wanted)
             await decode.until("paired")
             await asyncio.to_thread(_fill, prefill, decode)
