@@ -11,19 +11,24 @@ from k3mesh.client import Client
 from tests.lib.drafted import SMALL
 from tests.lib.load import Answer, assert_nothing_left, attempt, prompts, until_health
 from tests.lib.mesh import Mesh, running_mesh
+from tests.lib.oracle import Oracle
 from tests.lib.predictable import predictable
 
 MTP = "--speculative-algorithm MTP --speculative-num-draft-tokens 4"
 FEW = "--num-blocks 12 --max-num-seqs 8 --low-latency-max-num-tokens-per-gpu 32 --no-speculative-adaptive"
 ONE = "--data-parallel-size 1 --expert-parallel-size 1"
-LONG = 1250  # one fits, two do not
+LONG = 1000  # one fits, two do not
 
 
 @pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    """One replica with room for one long answer, which comes soon: the NextN layer is mostly right."""
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = [word for word in SMALL if word != "--no-tokenizer"]
-    target: Path = predictable(tmp_path_factory.mktemp("away"), *flags, share=0.005)[0]
+    return predictable(tmp_path_factory.mktemp("away"), *flags, share=0.005)[0]
+
+
+@pytest.fixture(scope="module")
+def mesh(target: Path) -> Iterator[Mesh]:
+    """One replica with room for one long answer, which comes soon: the NextN layer is mostly right."""
     with running_mesh(target, f"--prefill=--pipeline-parallel-size 1 {MTP}", f"--decode={FEW} {ONE} {MTP}") as mesh:
         yield mesh
 
@@ -38,6 +43,15 @@ async def one_is_away(mesh: Mesh, seed: int) -> list[asyncio.Task[Answer | int]]
             if counters["retracted"] and counters["image_blocks_used"]:
                 return running
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.timeout(120)
+async def test_both_answers_have_the_tokens_that_the_model_gives(mesh: Mesh, target: Path):
+    oracle = Oracle(target)
+    for answer in await asyncio.gather(*await one_is_away(mesh, seed=3)):
+        assert isinstance(answer, Answer) and len(answer.tokens) == LONG
+        oracle.assert_greedy(answer.prompt, answer.tokens)
+    await assert_nothing_left(mesh)
 
 
 @pytest.mark.timeout(120)

@@ -64,7 +64,7 @@ SHAPES = {  # replicas, topology, more flags of prefill and decode
 
 def combinations() -> list[Any]:
     """A few in every run; the others, and those whose rounds change their width, in `make soak`."""
-    always = {("one replica", "", True), ("one replica", "DSPARK", False), ("one replica", "MTP", False)}
+    always = {("one replica", "", True), ("one replica", "DSPARK", False)}  # MTP: tests/faults/test_retraction_faults.py
     every = [
         (shape, algorithm, adaptive) for shape in SHAPES for algorithm in ("", "DSPARK", "MTP") for adaptive in (True, False)
     ]
