@@ -228,27 +228,23 @@ class PlaceRestore(_message.Message):
     def __init__(self, install: _Optional[_Union[PlaceInstall, _Mapping]] = ..., found: _Optional[int] = ..., image: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundResult(_message.Message):
-    __slots__ = ("round_id", "replica", "tokens", "started", "ended", "copied")
+    __slots__ = ("round_id", "replica", "started", "ended", "copied", "places", "counts", "tokens", "proposals")
     ROUND_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     COPIED_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     round_id: int
     replica: int
-    tokens: _containers.RepeatedCompositeFieldContainer[PlaceTokens]
     started: float
     ended: float
     copied: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round_id: _Optional[int] = ..., replica: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[PlaceTokens, _Mapping]]] = ..., started: _Optional[float] = ..., ended: _Optional[float] = ..., copied: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class PlaceTokens(_message.Message):
-    __slots__ = ("place", "tokens", "window")
-    PLACE_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_FIELD_NUMBER: _ClassVar[int]
-    place: int
+    places: _containers.RepeatedScalarFieldContainer[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    window: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, place: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., window: _Optional[_Iterable[int]] = ...) -> None: ...
+    proposals: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round_id: _Optional[int] = ..., replica: _Optional[int] = ..., started: _Optional[float] = ..., ended: _Optional[float] = ..., copied: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., proposals: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -121,7 +121,7 @@ class Shell:
 
     def _perform(self, effect: Any) -> None:
         outcome = self._methods[type(effect)](effect)
-        if isinstance(outcome, Awaitable):
+        if outcome is not None and isinstance(outcome, Awaitable):
             task = asyncio.ensure_future(self._finish(effect, outcome))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -254,13 +254,15 @@ def report(it: Report) -> worker_pb2.WorkerReport:
             )
             return worker_pb2.WorkerReport(step=step)
         case RoundResult():
-            tokens = [worker_pb2.PlaceTokens(place=p.place, tokens=p.tokens, window=p.window) for p in it.tokens]
             done = worker_pb2.RoundResult(
                 round_id=it.round_id,
                 replica=it.replica,
-                tokens=tokens,
                 started=it.started,
                 ended=it.ended,
+                places=[p.place for p in it.tokens],
+                counts=[len(p.tokens) for p in it.tokens],
+                tokens=[token for p in it.tokens for token in p.tokens],
+                proposals=[token for p in it.tokens for token in p.window[1:]],
                 copied=it.copied,
             )
             return worker_pb2.WorkerReport(round=done)

@@ -78,7 +78,9 @@ class Worker(worker_pb2_grpc.WorkerControlServicer):
         for place in plan.live:
             seat = self.places[place]
             seat.anchor, seat.position = seat.anchor + 1, seat.position + 1
-            result.tokens.add(place=place, tokens=[seat.anchor], window=[seat.anchor])
+            result.places.append(place)
+            result.counts.append(1)
+            result.tokens.append(seat.anchor)
         self.lines.say(worker_pb2.WorkerReport(round=result))
 
 

@@ -119,9 +119,13 @@ def test_every_mode_of_a_plan_has_its_number():
 
 
 def test_a_rounds_result_comes_off_the_wire():
-    result = worker_pb2.RoundResult(round_id=17, replica=1, copied=[ROOM, 4])
-    result.tokens.add(place=2, tokens=[5, 6], window=[6, 8])
-    rows = (ev.PlaceTokens(Place(2), (Token(5), Token(6)), (Token(6), Token(8))),)
+    result = worker_pb2.RoundResult(
+        round_id=17, replica=1, copied=[ROOM, 4], places=[2, 5], counts=[2, 1], tokens=[5, 6, 7], proposals=[8, 9]
+    )  # fmt: skip
+    rows = (
+        ev.PlaceTokens(Place(2), (Token(5), Token(6)), (Token(6), Token(8))),
+        ev.PlaceTokens(Place(5), (Token(7),), (Token(7), Token(9))),
+    )
     assert wire.worker_report(worker_pb2.WorkerReport(round=result)) == wire.RoundResult(17, Replica(1), rows, (ROOM, Room(4)))
 
 

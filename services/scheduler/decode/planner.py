@@ -4,6 +4,7 @@ residents.py and suspended.py; here are the doors, the table, and what concerns 
 
 from collections.abc import Callable
 from itertools import product
+from math import inf
 from typing import Any
 
 import services.scheduler.decode.events as ev
@@ -46,6 +47,7 @@ class DecodePlanner:
         self._residents = Residents(self._rooms, self._suspensions)
         self._refused: dict[ev.Pair, None] = {}  # who waits for capacity, in the order of asking
         self._emptied_due = False
+        self._due: float | None = None  # the first of all requests; rounds only make it later
         self._lost = False
         self._handlers = self._table_of_events()
         self._room_handlers = self._table_of_states()
@@ -54,6 +56,8 @@ class DecodePlanner:
     def apply(self, event: object, now: float) -> list[ev.Effect]:
         """Something happened -> what must be done, in this order."""
         self._rooms.now, self._rooms.effects = now, []
+        if not isinstance(event, ev.RoundDone):
+            self._due = None
         if not self._lost:
             self._handlers[type(event)](event)
             self._residents.secure_next_rows()
@@ -68,10 +72,12 @@ class DecodePlanner:
     # ---- questions
     def next_deadline(self) -> float | None:
         """When DeadlinePassed is due if nothing happens before."""
-        times = [self._rooms.due(request) for request in self._rooms.requests.values()]
-        if self._rooms.rounds:
-            times.append(self._rooms.round_since + ROUND_S)
-        return min(times, default=None)
+        rooms = self._rooms
+        if self._due is None:
+            self._due = min(map(rooms.due, rooms.requests.values()), default=inf)
+        of_round = rooms.round_since + ROUND_S if rooms.rounds else inf
+        due = min(self._due if rooms.requests else inf, of_round)
+        return None if due == inf else due
 
     @property
     def requests(self) -> int:

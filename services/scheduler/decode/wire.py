@@ -1,7 +1,8 @@
 """The decode scheduler's messages on and off the wire. Protobuf stops here: inside are frozen dataclasses."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from k3mesh.v1 import request_pb2, transfer_pb2, worker_pb2
 from services.contracts.ids import BlockKey, GlobalRank, Place, Replica, RequestId, Room, Token
@@ -179,8 +180,7 @@ def worker_report(message: worker_pb2.WorkerReport) -> WorkerHello | RoundResult
             return worker_hello(message.hello)
         case "round":
             it = message.round
-            rows = tuple(ev.PlaceTokens(Place(row.place), _tokens(row.tokens), _tokens(row.window)) for row in it.tokens)
-            return RoundResult(it.round_id, Replica(it.replica), rows, tuple(map(Room, it.copied)))
+            return RoundResult(it.round_id, Replica(it.replica), tuple(_place_tokens(it)), tuple(map(Room, it.copied)))
         case "failure":
             return read_failure(message.failure)
         case _:
@@ -281,6 +281,17 @@ def _install(it: ev.PlaceInstall) -> worker_pb2.PlaceInstall:
 
 def _drafts(it: ev.Drafts) -> request_pb2.Drafts:
     return request_pb2.Drafts(windows=it.windows, proposed=it.proposed, accepted=it.accepted, accepted_at=it.accepted_at)
+
+
+def _place_tokens(it: worker_pb2.RoundResult) -> Iterator[ev.PlaceTokens]:
+    """Rows of the columns. Those of lengths that do not fit give rows that no plan asked for."""
+    tokens, proposals = cast("list[Token]", list(it.tokens)), cast("list[Token]", list(it.proposals))
+    places = list(it.places)
+    start, each = 0, len(proposals) // max(1, len(places))
+    for n, (place, count) in enumerate(zip(places, list(it.counts), strict=False)):
+        said = tuple(tokens[start : start + count])
+        start += count
+        yield ev.PlaceTokens(Place(place), said, (*said[-1:], *proposals[n * each : (n + 1) * each]))
 
 
 def _tokens(ids: Iterable[int]) -> tuple[Token, ...]:
