@@ -82,7 +82,7 @@ class Engine:
             places[:] = [_Request(self._proposals(self.chance[replica], asked)) for _ in places]
             self.widths.joined(Replica(replica), 1.0)
 
-    def _step(self, it: "_Request", part: Width, chance: float) -> list[Verdict]:
+    def _step(self, it: "_Request", part: Width, chance: float) -> tuple[Verdict, ...]:
         right = 0
         while right < part.width - 1 and it.window[right] == TRUE:
             right += 1
@@ -225,12 +225,12 @@ def test_without_a_drafter_every_round_has_width_1():
 # ---- what is known
 def test_tokens_judge_proposals_up_to_the_first_wrong_one():
     guesses = Guesses((Token(5), Token(6), Token(7), Token(8)))
-    assert guesses.compare([Token(5)]) == [Verdict(1, True)]
+    assert guesses.compare([Token(5)]) == (Verdict(1, True),)
     guesses.propose(())
-    assert guesses.compare([Token(6), Token(9), Token(8)]) == [Verdict(2, True), Verdict(3, False)]
-    assert guesses.compare([Token(8)]) == []
+    assert guesses.compare([Token(6), Token(9), Token(8)]) == (Verdict(2, True), Verdict(3, False))
+    assert guesses.compare([Token(8)]) == ()
     guesses.propose((Token(3),))
-    assert guesses.compare([Token(3), Token(4)]) == [Verdict(1, True)]
+    assert guesses.compare([Token(3), Token(4)]) == (Verdict(1, True),)
 
 
 def test_expected_tokens_are_the_survivals_that_were_seen():

@@ -7,6 +7,7 @@ handoff, and from proposals that it drafts now and then only to look at.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from services.contracts.ids import Token
 
@@ -35,17 +36,23 @@ class Guesses:
         if proposals:
             self.left, self.position = proposals, 1
 
-    def compare(self, tokens: Iterable[Token]) -> list[Verdict]:
+    def compare(self, tokens: Iterable[Token]) -> tuple[Verdict, ...]:
         """The request's next tokens -> the verdicts, up to the first wrong proposal; what follows that one means nothing."""
-        verdicts: list[Verdict] = []
-        for token in tokens:
-            if not self.left:
-                break
-            right = token == self.left[0]
-            verdicts.append(Verdict(self.position, right))
-            self.left = self.left[1:] if right else ()
-            self.position += 1
-        return verdicts
+        first, right = self.position, 0
+        for token, guess in zip(tokens, self.left, strict=False):
+            if token != guess:
+                self.left, self.position = (), first + right + 1
+                return _verdicts(first, right, wrong=True)
+            right += 1
+        self.left, self.position = self.left[right:], first + right
+        return _verdicts(first, right, wrong=False)
+
+
+@cache
+def _verdicts(first: int, right: int, wrong: bool) -> tuple[Verdict, ...]:
+    """Of proposals from number `first` on: so many were right, and then one wrong if `wrong`."""
+    last = (Verdict(first + right, False),) if wrong else ()
+    return (*(Verdict(first + n, True) for n in range(right)), *last)
 
 
 class Acceptance:

@@ -78,18 +78,21 @@ class Residents:
         verdicts: list[list[Verdict]] = []
         for rows, width, entries in zip(launched.rows, launched.widths, done.replicas, strict=True):
             verdicts.append([])
+            right: list[int] = []  # proposals, of each request
             self._count_width(width.width if rows else 0)
             for (_, room), entry in zip(rows, entries, strict=True):
                 request = self._rooms.requests[room]
                 match request.state:
                     case Decoding(progress=progress):
                         verdicts[-1] += progress.guesses.compare(entry.tokens)
+                        right.append(len(entry.tokens) - 1)
                         self._advance(request, progress, entry, width.width)
                     case Finishing(holding=holding, progress=progress, round_id=last):
                         if last == done.round_id:
                             self._rooms.leave(request, progress, holding)
                     case state:
                         raise RuntimeError(f"room {room} was in round {done.round_id} and is {state.phase.name} now")
+            self._count_acceptance(width.width - 1, right)
         for room in done.copied:
             self._suspensions.copied(self._rooms.requests[room])
         if any(launched.rows):
@@ -99,7 +102,8 @@ class Residents:
     def _advance(self, request: Request, progress: Progress, entry: ev.PlaceTokens, width: int) -> None:
         if progress.rounds == 0:
             self._rooms.write(request, State.DECODING)
-        self._count_acceptance(progress, width - 1, len(entry.tokens) - 1)
+        if width > 1:
+            self._count_window(progress, width - 1, len(entry.tokens) - 1)
         progress.rounds += 1
         progress.unmoved = False
         tokens, end = request.accept(progress, entry.tokens)
@@ -132,21 +136,24 @@ class Residents:
         if width and self._rooms.shape.verify_width > 1:
             self._rooms.totals[f"rounds_of_width_{width}"] += 1
 
-    def _count_acceptance(self, progress: Progress, drafted: int, right: int) -> None:
-        """Of `drafted` proposals that were verified `right` were, whether or not the request ends before the last of them."""
-        totals = self._rooms.totals
-        if not drafted:
-            return
+    def _count_window(self, progress: Progress, drafted: int, right: int) -> None:
         progress.count_window(drafted, right)
-        totals["tokens_drafted"] += drafted
-        totals["tokens_accepted"] += right
-        totals["windows"] += 1
-        for k in range(1, drafted + 1):
-            totals[f"drafted_at_{k}"] += 1
-            totals[f"accepted_at_{k}"] += k <= right
         if progress.rounds == 0:
-            totals["handoff_windows"] += 1
-            totals["handoff_accepted"] += right
+            self._rooms.totals["handoff_windows"] += 1
+            self._rooms.totals["handoff_accepted"] += right
+
+    def _count_acceptance(self, drafted: int, right: Sequence[int]) -> None:
+        """Of `drafted` proposals each that were verified so many were right, whether or not a request ends before the last of
+        them."""
+        totals, windows = self._rooms.totals, len(right)
+        if not drafted or not windows:
+            return
+        totals["windows"] += windows
+        totals["tokens_drafted"] += drafted * windows
+        totals["tokens_accepted"] += sum(right)
+        for k in range(1, drafted + 1):
+            totals[f"drafted_at_{k}"] += windows
+            totals[f"accepted_at_{k}"] += sum(it >= k for it in right)
 
     # ---- capacity
     def secure_next_rows(self) -> None:
