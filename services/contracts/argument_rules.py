@@ -125,6 +125,19 @@ def _scheduling(a: EngineArguments) -> None:
             "max_num_seqs", a.max_num_seqs, f"is shared by --data-parallel-size {a.data_parallel_size} replicas evenly",
             "give a multiple of it",
         )  # fmt: skip
+    if a.cudagraph_capture_sizes:
+        _capture_sizes(a, a.cudagraph_capture_sizes)
+
+
+def _capture_sizes(a: EngineArguments, sizes: tuple[int, ...]) -> None:
+    if min(sizes) < 1:
+        raise refusal("cudagraph_capture_sizes", sizes, "a batch has at least one request", "give sizes from 1 on")
+    if a.disaggregation_mode == "decode" and max(sizes) < a.replica_seqs and not a.enforce_eager:
+        raise refusal(
+            "cudagraph_capture_sizes", sizes,
+            f"a replica has up to {a.replica_seqs} requests, and more than {max(sizes)} of them would make all ranks run eager",
+            f"add {a.replica_seqs}, or give --enforce-eager",
+        )  # fmt: skip
 
 
 def _backends(a: EngineArguments) -> None:

@@ -72,6 +72,9 @@ class EngineArguments(FlagSet):
     )
     max_num_seqs: int = Field(default=UNSET, ge=1, description="most requests at once, over all replicas")
     max_cudagraph_capture_size: int = Field(default=UNSET, ge=1, description="largest decode batch of the capture ladder")
+    cudagraph_capture_sizes: Integers = Field(
+        default=(), description="decode batches of one replica to capture, instead of the ladder up to that size"
+    )
     enforce_eager: bool = Field(default=False, description="never capture graphs (a diagnostic on decode)")
     chunked_prefill_size: int = Field(
         default=8192, ge=128, description="prompt tokens of one batch; rounded down to a multiple of 128"
@@ -137,6 +140,9 @@ class EngineArguments(FlagSet):
 
     def buckets(self) -> tuple[int, ...]:
         """The capture ladder: batch sizes of one replica that a decode round pads to, ascending (spec scheduling §3.3)."""
+        if self.cudagraph_capture_sizes:
+            largest = min(max(self.cudagraph_capture_sizes), self.replica_seqs)
+            return tuple(sorted({*(size for size in self.cudagraph_capture_sizes if size < largest), largest}))
         limit = min(self.max_cudagraph_capture_size, self.replica_seqs)
         sizes = {size for size in LADDER if size <= limit}
         return tuple(sorted(sizes | {max(1, limit - 1), limit} if limit < LADDER[-1] else sizes))

@@ -172,6 +172,11 @@ REFUSALS = [
     ("D --data-parallel-size 4 --max-num-seqs 2", r"--max-num-seqs 2: is shared by --data-parallel-size 4 replicas"),
     ("D --data-parallel-size 4 --max-num-seqs 6", r"--max-num-seqs 6: is shared by --data-parallel-size 4 replicas"),
     ("D --max-cudagraph-capture-size 0", r"--max-cudagraph-capture-size 0: must be at least 1; "),
+    ("D --cudagraph-capture-sizes 0,8", r"--cudagraph-capture-sizes 0,8: a batch has at least one request; "),
+    (
+        "D --data-parallel-size 4 --max-num-seqs 128 --cudagraph-capture-sizes 1,16",
+        r"--cudagraph-capture-sizes 1,16: .* up to 32 .*; add 32, or ",
+    ),
     ("P --chunked-prefill-size 127", r"--chunked-prefill-size 127: must be at least 128; "),
     ("P --disaggregation-layerwise-interval -1", r"--disaggregation-layerwise-interval -1: must be at least 0; "),
     # backends
@@ -342,6 +347,15 @@ def test_a_drafter_that_does_not_fit_is_refused(drafter: str, words: str, detail
         parse(COMMON, PREFILL, drafter, words).load_draft_config(k3_model())
     assert refusal in refused.value.message
     assert refused.value.detail == detail
+
+
+@pytest.mark.parametrize(
+    ("sizes", "buckets"),
+    [("8,1,32", (1, 8, 32)), ("1,64", (1, 32)), ("4,40,160", (4, 32)), ("1,16 --enforce-eager", (1, 16))],
+)
+def test_a_list_of_capture_sizes_replaces_the_ladder_up_to_a_replicas_batch(sizes: str, buckets: tuple[int, ...]):
+    words = "--model m --disaggregation-mode decode --data-parallel-size 4 --max-num-seqs 128"
+    assert parse(words, f"--cudagraph-capture-sizes {sizes}").buckets() == buckets
 
 
 def test_a_capacity_below_a_full_round_is_noted():
