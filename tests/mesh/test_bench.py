@@ -147,7 +147,7 @@ def test_control_prints_what_rounds_cost_and_leaves_nothing(folder: Path):
     assert run.returncode == 0, told
     assert printed.count("\n") == 1
     result = json.loads(printed)
-    for figure in ("control_ms", "planning_ms", "tp_growth", "planning_growth"):
+    for figure in ("control_ms", "planning_ms", "tp_growth", "planning_growth", "planning_growth_full"):
         assert result[figure] > 0
     assert "added_ms" in result
     assert [(it["requests"], it["tp"], it["round_ms"]) for it in result["rounds"]] == [(6, 1, 0.0), (6, 1, 2.0), (6, 2, 0.0)]

@@ -13,7 +13,7 @@ from k3mesh.errors import Cancelled
 from tests.lib.load import assert_nothing_left, prompts
 from tests.lib.mesh import Mesh, running_mesh
 
-PLACES, LONG, ALONE = 32, 160, 24
+PLACES, LONG, ALONE = 32, 120, 24
 ROOM = "--max-num-seqs 64 --num-blocks 97"
 
 

@@ -85,7 +85,8 @@ class Result:
     added_ms: float  # to a round of round_ms
     tp_growth: float  # of the scheduler's and leaders' time, from tensor-parallel size 1 to tp
     gateway_tokens_per_s: float  # from round results to server-sent events
-    planning_growth: float  # from --replicas to --planning-replicas, with as many requests in each
+    planning_growth: float  # from --replicas to --planning-replicas, with as many requests over all of them
+    planning_growth_full: float  # likewise, with as many requests in each of them
     rounds: list[Rounds]
     gateway: Answers
     planning: list[Planning]
@@ -115,7 +116,8 @@ async def measure(a: ControlArguments, folder: Path) -> Result:
         added_ms=timed.added_ms,
         tp_growth=round((wide.scheduler_cpu_ms + wide.leader_cpu_ms) / (empty.scheduler_cpu_ms + empty.leader_cpu_ms), 3),
         gateway_tokens_per_s=gateway.tokens_per_s,
-        planning_growth=round(many.planning_ms / few.planning_ms, 3),
+        planning_growth=round(spread.planning_ms / few.planning_ms, 3),
+        planning_growth_full=round(many.planning_ms / few.planning_ms, 3),
         rounds=rounds,
         gateway=gateway,
         planning=[few, spread, many],
@@ -213,6 +215,7 @@ def table(result: Result) -> Iterator[str]:
     yield f"gateway: {gateway.tokens_per_s:.0f} tokens/s in {gateway.events} events, {gateway.requests} answers"
     yield f"scheduler and gRPC of a round {result.control_ms:.3f} ms, planning in it {result.planning_ms:.3f} ms"
     yield f"added to a round {result.added_ms:.3f} ms; TP growth x{result.tp_growth}; planning growth x{result.planning_growth}"
+    yield f"planning growth with every place taken x{result.planning_growth_full}"
     yield f"{result.cores} cores, load average {result.load_average[0]:.1f}"
 
 

@@ -127,6 +127,7 @@ class Arrivals:
         )
         request.state = Installed(state.holding, progress)
         self._rooms.residents[state.holding.replica][request.room] = request
+        self._rooms.joined.add(state.holding.replica)
         self._rooms.write(request, State.INSTALLED, report.installed(request, state, self._rooms.now))
         self._rooms.emit(ev.RoomInstalled(request.asked.pair, request.room))
         self._rooms.publish(request, (token,))

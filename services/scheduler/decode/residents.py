@@ -28,10 +28,11 @@ class Residents:
         rooms = self._rooms
         if rooms.rounds and not self._may_plan_ahead():
             return None
-        for pool, residents in zip(rooms.pools, rooms.residents, strict=True):
-            new = sum(isinstance(request.state, Installed) for request in residents.values())
+        for replica in sorted(rooms.joined):
+            new = sum(isinstance(request.state, Installed) for request in rooms.residents[replica].values())
             if new:
-                rooms.widths.joined(pool.replica, new / len(residents))
+                rooms.widths.joined(replica, new / len(rooms.residents[replica]))
+        rooms.joined.clear()
         out = rooms.rounds[-1] if rooms.rounds else None
         launched = launch(
             self._rounds_launched + 1, rooms.shape, rooms.pools, rooms.residents, rooms.suspended, out, rooms.widths, now
@@ -51,15 +52,19 @@ class Residents:
             return False
         (out,) = rooms.rounds
         wanted: list[tuple[Pool, Holding, int]] = []
+        ahead = rooms.shape.rows_ahead
         for pool, residents in zip(rooms.pools, rooms.residents, strict=True):
-            lacking = 0
+            lacking, furthest = 0, out.widths[pool.replica].width + ahead
             for request in residents.values():
-                assert isinstance(request.state, Installed | Decoding)
-                holding, blocks = request.state.holding, blocks_next(request, rooms.shape, out)
-                if len(holding.blocks) < blocks and not surely_ends(request, out):
-                    wanted.append((pool, holding, blocks))
-                    lacking += blocks - len(holding.blocks)
-            if lacking > pool.cache.blocks_available:
+                state = request.state
+                assert isinstance(state, Installed | Decoding)
+                if len(state.holding.blocks) * BLOCK_TOKENS >= state.progress.position + furthest:
+                    continue  # the most that anybody may need
+                blocks = blocks_next(request, rooms.shape, out)
+                if len(state.holding.blocks) < blocks and not surely_ends(request, out):
+                    wanted.append((pool, state.holding, blocks))
+                    lacking += blocks - len(state.holding.blocks)
+            if lacking and lacking > pool.cache.blocks_available:
                 return False
         for pool, holding, blocks in wanted:
             pool.grow(holding, blocks)

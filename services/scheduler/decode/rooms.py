@@ -56,6 +56,7 @@ class Rooms:
         self.requests: dict[Room, Request] = {}
         self.suspended: list[dict[Room, Request]] = [{} for _ in range(shape.replicas)]  # the longest first
         self.residents: list[dict[Room, Request]] = [{} for _ in range(shape.replicas)]  # installed and going on, newest last
+        self.joined: set[Replica] = set()  # replicas with somebody new since the last plan
         self.clients: dict[ev.Client, Room] = {}
         self.tombstones = Tombstones()
         self.rounds: deque[LaunchedRound] = deque()  # that are out, in order

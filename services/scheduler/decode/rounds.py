@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.contracts.geometry import blocks_for
-from services.contracts.ids import Place, Room
+from services.contracts.ids import BLOCK_TOKENS, Place, Room
 from services.scheduler.decode.buckets import RoundMode, shape_of
 from services.scheduler.decode.capacity import Pool
 from services.scheduler.decode.copies import copies, is_due
@@ -49,11 +49,11 @@ def launch(
     Every replica takes part, with the same bucket. Places that ended since the last round are cleared along with it, and images
     are copied; where nobody can run, by a round of bucket 0, in which nothing does.
     """
-    going_on = [[it for it in requests.values() if _goes_on(it, shape, out)] for requests in residents]
-    live_rows = [len(requests) for requests in going_on]
+    lines = [_line_up(requests.values(), shape, out) for requests in residents]
+    live_rows = [len(line.rows) for line in lines]
     size = shape_of(live_rows, shape.buckets, shape.graphs)
     if size is not None:
-        how_wide = widths.plan(size[0], live_rows, [_shortest_window(requests, out) for requests in going_on])
+        how_wide = widths.plan(size[0], live_rows, [line.window for line in lines])
     elif any(is_due(it) for requests in suspended for it in requests.values()):
         size, how_wide = CLEAR_ONLY, (IDLE,) * len(pools)
     elif any(pool.clears for pool in pools) and not any(residents):
@@ -63,14 +63,13 @@ def launch(
     parts: list[ReplicaPlan] = []
     rows: list[tuple[Row, ...]] = []
     copied: list[Room] = []
-    for pool, requests, away, width in zip(pools, going_on, suspended, how_wide, strict=True):
-        ordered = sorted(requests, key=_place)
-        installs, deltas = _changes(ordered, round_id)
-        retracts, restores = copies(away.values(), round_id)
+    for pool, line, away, width in zip(pools, lines, suspended, how_wide, strict=True):
+        installs, deltas = _changes(line, round_id)
+        retracts, restores = copies(away.values(), round_id) if away else ((), ())
         copied += [it.room for it in retracts] + [it.install.room for it in restores]
-        live = tuple(_place(request) for request in ordered)
+        live = tuple([place for place, _ in line.rows])
         parts.append(ReplicaPlan(tuple(sorted(pool.clears)), installs, deltas, live, width, retracts, restores))
-        rows.append(tuple(zip(live, (request.room for request in ordered), strict=True)))
+        rows.append(tuple([(place, request.asked.room) for place, request in line.rows]))
         pool.clears.clear()
     return RoundPlan(round_id, *size, tuple(parts)), LaunchedRound(round_id, now, tuple(rows), how_wide, tuple(copied))
 
@@ -97,15 +96,16 @@ def mismatch(launched: LaunchedRound | None, done: RoundDone) -> str | None:
     return None
 
 
-def _changes(requests: Iterable[Request], round_id: int) -> tuple[tuple[PlaceInstall, ...], tuple[BlockDelta, ...]]:
+def _changes(line: "_Line", round_id: int) -> tuple[tuple[PlaceInstall, ...], tuple[BlockDelta, ...]]:
     """What the workers do not know yet of these requests; afterwards they do."""
     installs: list[PlaceInstall] = []
     deltas: list[BlockDelta] = []
-    for request in requests:
+    for _, request in line.rows:
         state = request.state
         assert isinstance(state, Installed | Decoding)
         holding, progress = state.holding, state.progress
         if isinstance(state, Installed):
+            request.state = Decoding(holding, progress, known_blocks=len(holding.blocks), round_id=round_id)
             installs.append(
                 PlaceInstall(
                     place=holding.place,
@@ -117,9 +117,11 @@ def _changes(requests: Iterable[Request], round_id: int) -> tuple[tuple[PlaceIns
                     sampling=request.asked.sampling,
                 )
             )
-        elif len(holding.blocks) > state.known_blocks:
+            continue
+        if len(holding.blocks) > state.known_blocks:
             deltas.append(BlockDelta(holding.place, tuple(holding.blocks[state.known_blocks :])))
-        request.state = Decoding(holding, progress, known_blocks=len(holding.blocks), round_id=round_id)
+            state.known_blocks = len(holding.blocks)
+        state.round_id = round_id
     return tuple(installs), tuple(deltas)
 
 
@@ -138,20 +140,34 @@ def blocks_next(request: Request, shape: EngineShape, out: LaunchedRound | None)
     return blocks_for(request.state.progress.position + moved + shape.rows_ahead)
 
 
-def _goes_on(request: Request, shape: EngineShape, out: LaunchedRound | None) -> bool:
-    """Whether it is in the next round: it has not surely ended by then, and has the blocks. Without them it waits."""
-    assert isinstance(request.state, Installed | Decoding)
-    return not surely_ends(request, out) and len(request.state.holding.blocks) >= blocks_next(request, shape, out)
+@dataclass(slots=True)
+class _Line:
+    """Who is in a replica's next round, by place, and the tokens of the shortest window when the round that is out has landed,
+    padding not counted; 1 where nobody is."""
+
+    rows: list[tuple[Place, Request]]
+    window: int
 
 
-def _shortest_window(requests: Iterable[Request], out: LaunchedRound | None) -> int:
-    """Tokens of every request's window when the round that is out has landed, padding not counted; 1 where nobody is."""
-    lengths: list[int] = []
+def _line_up(requests: Iterable[Request], shape: EngineShape, out: LaunchedRound | None) -> _Line:
+    """Who has not surely ended by then, and has the blocks; without them one waits. One pass, for it is over everybody."""
+    rows: list[tuple[Place, Request]] = []
+    windows: set[int] = set()
+    ahead = shape.rows_ahead
     for request in requests:
-        assert isinstance(request.state, Installed | Decoding)
-        part = _part_in(request, out)
-        lengths.append(request.state.progress.usable if part is None else 1 + part.proposals)
-    return min(lengths, default=1)
+        state = request.state
+        assert isinstance(state, Installed | Decoding)
+        holding, progress = state.holding, state.progress
+        moved, window = 0, progress.usable
+        if (part := _part_in(request, out)) is not None:
+            if progress.completion + 1 >= request.budget:
+                continue
+            moved, window = part.width, 1 + part.proposals
+        if len(holding.blocks) * BLOCK_TOKENS >= progress.position + moved + ahead:
+            rows.append((holding.place, request))
+            windows.add(window)
+    rows.sort(key=_place)
+    return _Line(rows, min(windows, default=1))
 
 
 def _part_in(request: Request, out: LaunchedRound | None) -> Width | None:
@@ -162,6 +178,5 @@ def _part_in(request: Request, out: LaunchedRound | None) -> Width | None:
     return out.widths[state.holding.replica]
 
 
-def _place(request: Request) -> Place:
-    assert isinstance(request.state, Installed | Decoding)
-    return request.state.holding.place
+def _place(row: tuple[Place, Request]) -> Place:
+    return row[0]

@@ -109,6 +109,8 @@ class Widths:
         it.look_at = min(it.look_at, self._round + it.rest)
 
     def _part(self, it: _Replica, window: int, looking: bool) -> Width:
+        if self._full == 1:
+            return IDLE
         width = max(width for width in self.ladder if width <= min(it.target, window))
         if it.target > 1 or not looking:
             return Width(width, it.target - 1)
