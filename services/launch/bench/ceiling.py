@@ -1,4 +1,4 @@
-"""The two processes of services.kvtransfer.ceiling, raw UCX with the agents' settings, and what they measure."""
+"""The two processes of services.kvtransfer.ceiling, raw UCXX with the agents' settings, and what they measure."""
 
 import asyncio
 import os
@@ -21,10 +21,9 @@ class Ceiling:
 
     @classmethod
     @asynccontextmanager
-    async def run(cls, size: int) -> AsyncIterator["Ceiling"]:
-        """`size`: bytes of the largest request."""
+    async def run(cls) -> AsyncIterator["Ceiling"]:
         async with AsyncExitStack() as stack:
-            sender, receiver = both = [await stack.enter_async_context(_process(role, size)) for role in ("send", "receive")]
+            sender, receiver = both = [await stack.enter_async_context(_process(role)) for role in ("send", "receive")]
             addresses = [await _hear(process) for process in both]
             for process, peer in zip(both, reversed(addresses), strict=True):
                 _say(process, peer)
@@ -45,9 +44,9 @@ class Ceiling:
 
 
 @asynccontextmanager
-async def _process(role: str, size: int) -> AsyncIterator[asyncio.subprocess.Process]:
+async def _process(role: str) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.kvtransfer.ceiling", "--role", role, "--bytes", str(size),
+        sys.executable, "-m", "services.kvtransfer.ceiling", "--role", role,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=ROOT, start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "K3MESH_PARENT": str(os.getpid())},
     )  # fmt: skip
@@ -70,7 +69,7 @@ async def _hear(process: asyncio.subprocess.Process) -> str:
         async with asyncio.timeout(DEADLINE_S):
             line = await process.stdout.readline()
     except TimeoutError:
-        raise MeshError(f"raw UCX, which the ceiling is measured with, did not answer within {DEADLINE_S:g} s") from None
+        raise MeshError(f"raw UCXX, which the ceiling is measured with, did not answer within {DEADLINE_S:g} s") from None
     if not line:
-        raise MeshError("raw UCX, which the ceiling is measured with, ended; the lines above say why")
+        raise MeshError("raw UCXX, which the ceiling is measured with, ended; the lines above say why")
     return line.decode().strip()

@@ -6,9 +6,9 @@ receives in all. A case is rounds of requests of one length, one after the other
 the worker's first last barrier (all fields are written) to the decode agent's last report that every byte is verified and in
 its blocks. P's and D's blocks are in random order, and after each round all of them are compared.
 
-On CPUs the ceiling is raw UCX: a request's bytes from one buffer to one of another process and nothing else, in messages of
-the agents' length, as many in flight, with the same UCX transport, settings and progress (services.kvtransfer.ceiling).
-Between GPUs it is the driver's copy of buffers of a request's size. It moves a round's bytes in turn with each round, so that
+On CPUs the ceiling is raw UCXX, by its own interface and with its progress thread: a request's bytes between two other processes
+in messages of the agents' length, as many in flight, with the same UCX settings, from one buffer to another and nothing else
+(services.kvtransfer.ceiling). Between GPUs it is the driver's copy of buffers of a request's size. It moves a round's bytes in turn with each round, so that
 what else the machine does meets both. Figures are medians.
 """
 
@@ -136,7 +136,7 @@ async def measure(
         if arguments.device == "cuda":
             ceiling = PeerCopy(max(it.bytes for it in plans))
         else:
-            ceiling = await stack.enter_async_context(Ceiling.run(max(it.bytes for it in plans)))
+            ceiling = await stack.enter_async_context(Ceiling.run())
         return [case for it in plans for case in await measure_pair(state, ceiling, it, devices, arguments)]
 
 
@@ -200,7 +200,7 @@ def table(cases: Sequence[Case], device: str) -> Iterator[str]:
     if device == "cuda":
         ceiling = "the driver's copy of the same requests from GPU to GPU"
     else:
-        ceiling = "raw UCX, the same requests from buffer to buffer of two processes with the agents' settings"
+        ceiling = "raw UCXX, the same bytes between two processes in messages of a piece, with the agents' settings"
     yield f"frames of {mib:g} MiB; ceiling: {ceiling}, in turn with the agents"
     yield f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}"
 
