@@ -6,10 +6,10 @@ receives in all. A case is rounds of requests of one length, one after the other
 the worker's first last barrier (all fields are written) to the decode agent's last report that every byte is verified and in
 its blocks. P's and D's blocks are in random order, and after each round all of them are compared.
 
-On CPUs the ceiling is raw UCXX, by its own interface and with its progress thread: a request's bytes between two other processes
-in messages of the agents' length, as many in flight, with the same UCX settings, from one buffer to another and nothing else
-(services.kvtransfer.ceiling). Between GPUs it is the driver's copy of buffers of a request's size. It moves a round's bytes in turn with each round, so that
-what else the machine does meets both. Figures are medians.
+On CPUs the ceiling is raw UCXX, by its own interface and with its progress thread: a request's bytes between two other
+processes in messages of the agents' length, as many in flight, with the same UCX settings, from one buffer to another and
+nothing else (services.kvtransfer.ceiling). Between GPUs it is the driver's copy of buffers of a request's size. It moves a
+round's bytes in turn with each round, so that what else the machine does meets both. Figures are medians.
 """
 
 import asyncio
