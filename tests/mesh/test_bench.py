@@ -139,6 +139,7 @@ def test_a_transfer_bench_that_is_stopped_leaves_no_process(folder: Path, number
     assert_no_child(run.pid)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_control_prints_what_rounds_cost_and_leaves_nothing(folder: Path):
     words = "--replicas 2 --requests 3 --tp 2 --round-ms 2 --seconds 0.5 --tokens 64 --width 4 --planning-rounds 20 --json"
