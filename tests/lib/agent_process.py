@@ -155,10 +155,10 @@ class DamagedTransport(Transport):
 
     def passes(self, seconds: float) -> Callable[[], bool]:
         """Whether so much time has gone by, to be asked then: the thread is woken."""
-        timer = Timer(seconds, self.ring)
+        due = time.monotonic() + seconds
+        timer = Timer(seconds + 0.001, self.ring)  # not before it is due
         timer.daemon = True
         timer.start()
-        due = time.monotonic() + seconds
         return lambda: time.monotonic() >= due
 
 
