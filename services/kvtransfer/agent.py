@@ -97,7 +97,7 @@ class Agent:
             return {**session.counters(), "tasks": shell.tasks, "transfers": mover.transfers}, session.totals
 
         control = Control(placement, limits.staging_bytes, shell.post, counts)
-        longest = max(min(limits.piece_bytes, limits.frame_bytes), placement.largest_unit)
+        longest = limits.longest_piece(placement.largest_unit)
         mover = Mover(transport, memory, limits.staging_bytes, limits.frame_room, longest, shell.post, defect)
         stack.callback(mover.close)
         peers = Peers(placement, limits, transport.address, memory.checksum, mover, shell.post)

@@ -61,8 +61,7 @@ class CudaMemory:
         self._gather, self._scatter, self._verify = device.compile(source, ("gather", "scatter", "verify"))
         self._blocks = BLOCKS_PER_SM * device.multiprocessors
         self._stream = Stream(device)
-        longest = max(min(limits.piece_bytes, limits.frame_bytes), placement.largest_unit)
-        self._units = longest // min(it.payload for it in placement.fields)
+        self._units = limits.longest_piece(placement.largest_unit) // min(it.payload for it in placement.fields)
         self._free = [Table(device, self._stream, self._units) for _ in range(TABLES)]
         self._known: dict[tuple[tuple[tuple[int, ...], int], ...], npt.NDArray[np.uint64]] = {}
 

@@ -55,6 +55,10 @@ class Limits:
     beat: float = 5.0  # seconds between the heartbeats of a link; two missed are its end
     tombstones: int = 4096
 
+    def longest_piece(self, largest_unit: int) -> int:
+        """Bytes of units in the longest piece. A piece has at least one unit, and a frame is at least as long as any."""
+        return max(min(self.piece_bytes, self.frame_bytes), largest_unit)
+
     @property
     def frame_room(self) -> int:
         """Bytes of staging memory that one frame takes."""
@@ -121,7 +125,7 @@ class Session:
 
     @abstractmethod
     def pump(self) -> None:
-        """Use the credits that are free."""
+        """What the event has made possible: P offers what is written, D grants what there are frames for."""
 
     @abstractmethod
     def check(self) -> None:

@@ -26,26 +26,6 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    return Checkpoints(tmp_path_factory.mktemp("images"))
-
-
-@pytest.fixture(scope="module")
-def plain(checkpoints: Checkpoints) -> SpeculativeRank:
-    return SpeculativeRank(checkpoints.target, None)
-
-
-@pytest.fixture(scope="module")
-def dspark(checkpoints: Checkpoints) -> SpeculativeRank:
-    return SpeculativeRank(checkpoints.target, checkpoints.dspark("1,3,5", "attn_res", True))
-
-
-@pytest.fixture(scope="module")
-def nextn(checkpoints: Checkpoints) -> SpeculativeRank:
-    return SpeculativeRank(checkpoints.target, checkpoints.target, "MTP", width=4)
-
-
 @pytest.fixture(params=["plain", "dspark", "nextn"])
 def rank(request: pytest.FixtureRequest) -> SpeculativeRank:
     return request.getfixturevalue(request.param)

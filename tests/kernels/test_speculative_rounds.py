@@ -27,26 +27,6 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 PROMPTS = {"short": prompt_of(3), "at a block's end": prompt_of(128, 1), "two blocks": prompt_of(200, 2)}
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    return Checkpoints(tmp_path_factory.mktemp("rounds"))
-
-
-@pytest.fixture(scope="module")
-def plain(checkpoints: Checkpoints) -> SpeculativeRank:
-    return SpeculativeRank(checkpoints.target, None)
-
-
-@pytest.fixture(scope="module")
-def dspark(checkpoints: Checkpoints) -> SpeculativeRank:
-    return SpeculativeRank(checkpoints.target, checkpoints.dspark("1,3,5", "attn_res", True))
-
-
-@pytest.fixture(scope="module")
-def nextn(checkpoints: Checkpoints) -> SpeculativeRank:
-    return SpeculativeRank(checkpoints.target, checkpoints.target, "MTP", width=4)
-
-
 @pytest.fixture(params=["dspark", "nextn"])
 def rank(request: pytest.FixtureRequest) -> SpeculativeRank:
     return request.getfixturevalue(request.param)

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from k3mesh.errors import Internal
 from services.contracts.arguments import WorkerArguments
+from services.contracts.flags import split_address
 from services.runtime.process import Process, run
 from services.worker import wire
 from services.worker.engine import Engine
@@ -70,8 +71,7 @@ class IdleReplica:
 def meet(a: IdleWorkerArguments) -> TCPStore:
     """Return when all ranks are here, so that leaders listen before their peers connect. The first rank's store must stay
     until then."""
-    host, _, port = a.dist_init_addr.rpartition(":")
-    store = TCPStore(host, int(port), a.world_size, a.rank == 0, timedelta(seconds=a.startup_timeout))
+    store = TCPStore(*split_address(a.dist_init_addr), a.world_size, a.rank == 0, timedelta(seconds=a.startup_timeout))
     if store.add("here", 1) == a.world_size:
         store.set("all", "")
     store.wait(["all"])
