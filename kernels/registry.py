@@ -3,19 +3,22 @@
 `CANDIDATES` lists each op's backends in the order of preference; each answers `supports(device, geometry)` with None or
 with the reason why not. "auto" takes the first that supports the geometry and ends at "reference", which supports all. A
 backend that is asked for by name and cannot serve raises: there is no silent fallback.
+
+A backend's package need not be installed: its implementations are imported when they are chosen, after `supports`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from kernels.ops import OpGeometry, Ops
-from kernels.reference import activation, experts, kda, mla, norms, router
 
 AUTO, REFERENCE = "auto", "reference"
 
+Implementation = Callable[..., Any]
 Supports = Callable[[torch.device, OpGeometry], str | None]
 
 
@@ -28,8 +31,13 @@ class Candidate:
     """One backend's implementation of one op."""
 
     backend: str
-    implementation: Callable[..., Any]
+    load: Callable[[], Implementation]  # imports it
     supports: Supports
+
+    @property
+    def implementation(self) -> Implementation:
+        """Where `supports` had no reason against it."""
+        return self.load()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,7 @@ class Choice:
 
     op: str
     backend: str
-    implementation: Callable[..., Any]
+    implementation: Implementation
     refused: tuple[tuple[str, str], ...]  # (backend, reason)
 
 
@@ -46,27 +54,31 @@ def _always(device: torch.device, geometry: OpGeometry) -> str | None:
     return None
 
 
-def _reference(implementation: Callable[..., Any]) -> Candidate:
-    return Candidate(REFERENCE, implementation, _always)
+def _backend(name: str, supports: Supports, module: str, function: str) -> Candidate:
+    return Candidate(name, lambda: getattr(import_module(f"kernels.{module}"), function), supports)
+
+
+def _reference(module: str, function: str) -> Candidate:
+    return _backend(REFERENCE, _always, f"reference.{module}", function)
 
 
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-    "rms_norm": (_reference(norms.rms_norm),),
-    "attn_res_mix": (_reference(norms.attn_res_mix),),
-    "situ_mul": (_reference(activation.situ_mul),),
-    "mla_write": (_reference(mla.mla_write),),
-    "mla_extend": (_reference(mla.mla_attention),),
-    "mla_decode": (_reference(mla.mla_attention),),
-    "mla_block": (_reference(mla.mla_block),),
-    "short_conv": (_reference(kda.short_conv),),
-    "short_conv_verify": (_reference(kda.short_conv_verify),),
-    "kda_extend": (_reference(kda.kda_scan),),
-    "kda_decode": (_reference(kda.kda_scan),),
-    "kda_verify": (_reference(kda.kda_verify),),
-    "kda_commit": (_reference(kda.kda_commit),),
-    "kda_output": (_reference(kda.kda_output),),
-    "router": (_reference(router.router),),
-    "prepare_experts": (_reference(experts.prepare_experts),),
+    "rms_norm": (_reference("norms", "rms_norm"),),
+    "attn_res_mix": (_reference("norms", "attn_res_mix"),),
+    "situ_mul": (_reference("activation", "situ_mul"),),
+    "mla_write": (_reference("mla", "mla_write"),),
+    "mla_extend": (_reference("mla", "mla_attention"),),
+    "mla_decode": (_reference("mla", "mla_attention"),),
+    "mla_block": (_reference("mla", "mla_block"),),
+    "short_conv": (_reference("kda", "short_conv"),),
+    "short_conv_verify": (_reference("kda", "short_conv_verify"),),
+    "kda_extend": (_reference("kda", "kda_scan"),),
+    "kda_decode": (_reference("kda", "kda_scan"),),
+    "kda_verify": (_reference("kda", "kda_verify"),),
+    "kda_commit": (_reference("kda", "kda_commit"),),
+    "kda_output": (_reference("kda", "kda_output"),),
+    "router": (_reference("router", "router"),),
+    "prepare_experts": (_reference("experts", "prepare_experts"),),
 }
 
 
