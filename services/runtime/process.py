@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from services.runtime.telemetry import configure_logging, log
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_ENGINE_LOST = 1, 2, 3
 PR_SET_PDEATHSIG = 1
+COLLECT_EVERY = (20_000, 20, 50)  # objects, then collections of the generation before: rounds make few cycles, many objects
 BEATS_PER_WATCHDOG = 4  # what a watched process says within the time that its supervisor waits for one
 
 
@@ -33,6 +35,9 @@ class Process:
     def ready(self) -> None:
         """Tell the supervisor (sd_notify: systemd's Type=notify, or `k3mesh up`), and from now on that the loop turns."""
         log.info("ready")
+        gc.collect()
+        gc.freeze()  # what was made to start is there to stay: no collection need look at it again
+        gc.set_threshold(*COLLECT_EVERY)
         _notify("READY=1")
         if watchdog := int(os.environ.get("WATCHDOG_USEC") or 0):
             self._beat(watchdog / 1e6 / BEATS_PER_WATCHDOG)

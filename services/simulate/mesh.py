@@ -108,7 +108,8 @@ class Cell:
         self.decode.turns.post(event, self._timeline.now + 2 * self._costs.control.client)
 
     def _tokens(self, effect: dec.PublishTokens) -> None:
-        self._count(self._by_client[effect.client], len(effect.tokens))
+        for client, tokens in effect.said:
+            self._count(self._by_client[client], len(tokens))
 
     def _first_token_on_prefill(self, effect: pre.PublishTokens) -> None:
         self._count(self.records[effect.request_id], len(effect.tokens))

@@ -317,11 +317,9 @@ class DecodeWorld:
                         dead = any(isinstance(other, ev.LoseEngine) for other in effects)
                         assert dead or not model.undrained, "the room ended while agents may write to it"
                         model.ended = True
-                case ev.PublishTokens(client, tokens):
-                    model = self.rooms[self.clients[client]]
-                    assert model.end is None and not model.client_left and tokens
-                    model.published += tokens
-                    assert model.published == model.truth[: len(model.published)], "tokens lost, doubled or out of order"
+                case ev.PublishTokens(said):
+                    for client, tokens in said:
+                        self._heard(self.rooms[self.clients[client]], tokens)
                 case ev.PublishEnd(client, end):
                     if client in self.clients:
                         self._ended(self.rooms[self.clients[client]], end)
@@ -331,6 +329,11 @@ class DecodeWorld:
                     self.emptied += 1
                 case ev.LoseEngine(failure):
                     self.lost = failure
+
+    def _heard(self, model: ModelRoom, tokens: tuple[Token, ...]) -> None:
+        assert model.end is None and not model.client_left and tokens
+        model.published += tokens
+        assert model.published == model.truth[: len(model.published)], "tokens lost, doubled or out of order"
 
     def _expect(self, ranks: tuple[GlobalRank, ...], manifest: Manifest) -> None:
         model = self.rooms[manifest.room]

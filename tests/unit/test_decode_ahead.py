@@ -146,3 +146,31 @@ def test_clears_wait_while_somebody_is_there_whose_end_is_sure():
     assert clears is not None and clears.replicas[0].clears == (0, 1)
     world.round_done()
     world.settle()
+
+
+def test_a_round_in_which_nothing_changes_on_a_replica_has_the_part_of_the_one_before():
+    world = DecodeWorld(small_shape(replicas=2))
+    resident(world, prompt=1)
+    world.launch()
+    world.round_done(TOKEN)
+    quiet = world.launch()
+    world.round_done(TOKEN)
+    resident(world, prompt=1)  # on the other replica
+    busier = world.launch()
+    assert quiet is not None and busier is not None
+    changed = [part is not before for part, before in zip(busier.replicas, quiet.replicas, strict=True)]
+    assert sorted(changed) == [False, True] and live(busier) != live(quiet)
+
+
+def test_who_is_in_line_gets_each_block_in_the_round_that_may_need_it():
+    """Nobody looks at it in the rounds between."""
+    world = DecodeWorld(small_shape(replicas=1, verify_width=1, num_blocks=20))
+    resident(world, prompt=1, max_tokens=1000)
+    grown: list[int] = []
+    while len(grown) < 3:
+        plan = world.launch()
+        assert plan is not None
+        if plan.replicas[0].deltas:
+            grown.append(plan.round_id)
+        world.round_done(TOKEN)
+    assert grown == [128, 256, 384]

@@ -315,6 +315,7 @@ def test_lives_of_scarcity_lose_no_block_slot_or_image_and_end_as_they_began():
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 def test_long_lives_of_scarcity_end_as_they_began():
     worlds = scarcity(events=150_000)
     assert_all_was_seen(worlds)

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -18,9 +19,11 @@ from typing import ClassVar
 import uvloop
 from pydantic import Field
 
-from k3mesh.client import Client, SamplingParams, Tokens
+from k3mesh.client import Client
 from k3mesh.errors import MeshError
+from k3mesh.v1 import common_pb2
 from services.contracts.flags import FlagSet
+from services.launch.bench.control_ends import Listener
 from services.launch.bench.control_mesh import Counts, Shape, running
 from services.launch.bench.sse import Answers, read_answers
 from services.launch.child import ROOT
@@ -86,7 +89,7 @@ class Result:
     tp_growth: float  # of the scheduler's and leaders' time, from tensor-parallel size 1 to tp
     gateway_tokens_per_s: float  # from round results to server-sent events
     planning_growth: float  # from --replicas to --planning-replicas, with as many requests over all of them
-    planning_growth_full: float  # likewise, with as many requests in each of them
+    planning_growth_full: float  # likewise, with as many requests in each of them: so many more run full of a block
     rounds: list[Rounds]
     gateway: Answers
     planning: list[Planning]
@@ -106,7 +109,7 @@ def main(argv: list[str]) -> int:
 async def measure(a: ControlArguments, folder: Path) -> Result:
     few, many = [await plan_alone(replicas, a.requests, a.planning_rounds) for replicas in (a.replicas, a.planning_replicas)]
     spread = await plan_alone(a.planning_replicas, max(1, a.replicas * a.requests // a.planning_replicas), a.planning_rounds)
-    shapes = [Shape(a.replicas, a.requests, tp, round_ms=ms) for tp, ms in ((1, 0.0), (1, a.round_ms), (a.tp, 0.0))]
+    shapes = [Shape(a.replicas, a.requests, tp, round_ms=ms) for tp, ms in ((1, 0.0), (1, a.round_ms), (a.tp, a.round_ms))]
     rounds = [await count_rounds(folder / f"rounds-{n}", shape, a.seconds) for n, shape in enumerate(shapes)]
     gateway = await through_gateway(folder / "gateway", a)
     empty, timed, wide = rounds
@@ -114,7 +117,7 @@ async def measure(a: ControlArguments, folder: Path) -> Result:
         control_ms=empty.period_ms,
         planning_ms=empty.planning_ms,
         added_ms=timed.added_ms,
-        tp_growth=round((wide.scheduler_cpu_ms + wide.leader_cpu_ms) / (empty.scheduler_cpu_ms + empty.leader_cpu_ms), 3),
+        tp_growth=round((wide.scheduler_cpu_ms + wide.leader_cpu_ms) / (timed.scheduler_cpu_ms + timed.leader_cpu_ms), 3),
         gateway_tokens_per_s=gateway.tokens_per_s,
         planning_growth=round(spread.planning_ms / few.planning_ms, 3),
         planning_growth_full=round(many.planning_ms / few.planning_ms, 3),
@@ -127,34 +130,24 @@ async def measure(a: ControlArguments, folder: Path) -> Result:
 
 
 async def count_rounds(folder: Path, shape: Shape, seconds: float) -> Rounds:
-    """All places taken by requests that do not end meanwhile, followed by this process."""
+    """All places taken by requests that do not end meanwhile, listened to by this process."""
     requests = shape.replicas * shape.places
     say(f"{requests} requests, tensor-parallel size {shape.tp}, rounds of {shape.round_ms:g} ms: starting")
     try:
-        async with running(folder, shape) as mesh, Client(mesh.prefill) as client, asyncio.TaskGroup() as group:
-            started = [asyncio.Event() for _ in range(requests)]
-            tasks = [group.create_task(_follow(client, shape, event)) for event in started]
+        async with running(folder, shape) as mesh, Client(mesh.prefill) as client, aclosing(Listener(mesh.prefill)) as listener:
+            sampling = common_pb2.Sampling(max_tokens=shape.max_model_len - len(PROMPT), ignore_eos=True)
             async with asyncio.timeout(STARTED_S):
-                for event in started:
-                    await event.wait()
-            await asyncio.sleep(WARM_UP_S)
-            before = await mesh.count(client)
-            await asyncio.sleep(seconds)
-            after = await mesh.count(client)
-            for task in tasks:
-                task.cancel()
+                await asyncio.gather(*[listener.submit(f"r{n}", PROMPT, sampling) for n in range(requests)])
+            async with asyncio.TaskGroup() as group:
+                listening = group.create_task(listener.listen())
+                await asyncio.sleep(WARM_UP_S)
+                before = await mesh.count(client)
+                await asyncio.sleep(seconds)
+                after = await mesh.count(client)
+                listening.cancel()
     except* MeshError as failed:
         raise failed.exceptions[0] from None
     return _rounds(shape, before, after)
-
-
-async def _follow(client: Client, shape: Shape, started: asyncio.Event) -> None:
-    sampling = SamplingParams(max_tokens=shape.max_model_len - len(PROMPT), ignore_eos=True)
-    async with await client.submit(PROMPT, sampling) as stream:
-        async for event in stream:
-            if isinstance(event, Tokens):
-                started.set()
-    raise MeshError("a request ended while rounds were counted; give fewer --seconds")
 
 
 def _rounds(shape: Shape, before: Counts, after: Counts) -> Rounds:

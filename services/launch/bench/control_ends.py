@@ -1,10 +1,11 @@
-"""The other ends of a decode scheduler that `k3mesh bench control` plays itself: agents that move no cache, and a prefill
-engine that computes no prompt. Both answer at once."""
+"""The other ends of a decode scheduler that `k3mesh bench control` plays itself: agents that move no cache and a prefill engine
+that computes no prompt, which answer at once, and a client that only listens."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from array import array
+from collections.abc import AsyncIterator, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 from k3mesh.errors import EngineLost, Overloaded
 from k3mesh.v1 import common_pb2, request_pb2, request_pb2_grpc, transfer_pb2, transfer_pb2_grpc
@@ -112,3 +113,38 @@ class IdlePrefill(request_pb2_grpc.PrefillSchedulerServicer):
         yield request_pb2.RequestEvent(attached=attached)
         await installed.wait()
         yield request_pb2.RequestEvent(handed_over=request_pb2.HandedOver())
+
+
+class Listener:
+    """A client of many requests on one stream, which does nothing with their tokens: it shares the machine with the scheduler
+    and its rounds, and they are what is measured."""
+
+    def __init__(self, prefill_address: str):
+        self._channels = [open_channel(prefill_address)]
+        self._prefill: Any = request_pb2_grpc.PrefillSchedulerStub(self._channels[0])
+        self._decode: Any = None
+        self._opening = asyncio.Lock()
+
+    async def submit(self, request_id: str, prompt: Sequence[int], sampling: common_pb2.Sampling) -> None:
+        """Returns when decode has the request."""
+        message = request_pb2.SubmitRequest(request_id=request_id, prompt=array("I", prompt).tobytes(), sampling=sampling)
+        async for event in self._prefill.Submit(message):
+            if event.HasField("attached"):
+                attach = request_pb2.AttachRequest(request_id=request_id, room=event.attached.room)
+                async with self._opening:  # a stream takes one message at a time
+                    if self._decode is None:
+                        self._channels.append(open_channel(event.attached.decode_address))
+                        self._decode = request_pb2_grpc.DecodeSchedulerStub(self._channels[1]).Follow()  # pyright: ignore
+                    await self._decode.write(request_pb2.FollowRequest(attach=attach))
+            elif event.HasField("failure"):
+                raise EngineLost(f"{request_id} was not handed over: {event.failure.message}")
+
+    async def listen(self) -> NoReturn:
+        """EngineLost when the stream or a request ends."""
+        while isinstance(events := await self._decode.read(), request_pb2.FollowEvents) and not events.ends:
+            pass
+        raise EngineLost("a request ended while rounds were counted; give fewer --seconds")
+
+    async def aclose(self) -> None:
+        for channel in self._channels:
+            await channel.close()

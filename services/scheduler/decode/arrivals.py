@@ -126,11 +126,11 @@ class Arrivals:
             unnamed=[*request.asked.tail, token] if request.asked.tail else [],
         )
         request.state = Installed(state.holding, progress)
-        self._rooms.residents[state.holding.replica][request.room] = request
+        self._rooms.seat(request)
         self._rooms.joined.add(state.holding.replica)
         self._rooms.write(request, State.INSTALLED, report.installed(request, state, self._rooms.now))
         self._rooms.emit(ev.RoomInstalled(request.asked.pair, request.room))
-        self._rooms.publish(request, (token,))
+        self._rooms.publish([(request, (token,))])
 
     def rank_failed(self, request: Request, event: ev.AgentRoomFailed) -> None:
         if event.attempt != request.asked.attempt:

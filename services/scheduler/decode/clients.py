@@ -95,9 +95,10 @@ class Clients:
 
     # ---- effects
     def tokens(self, effect: ev.PublishTokens) -> None:
-        sink = self._sinks.get(effect.client)
-        if sink is not None:
-            sink.tokens(effect.tokens)
+        for client, tokens in effect.said:
+            sink = self._sinks.get(client)
+            if sink is not None:
+                sink.tokens(tokens)
 
     def end(self, effect: ev.PublishEnd) -> None:
         sink = self._sinks.pop(effect.client, None)

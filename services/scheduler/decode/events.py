@@ -226,8 +226,9 @@ class CancelOnAgents:
 # ---- effects: to clients
 @dataclass(frozen=True, slots=True)
 class PublishTokens:
-    client: Client
-    tokens: tuple[Token, ...]
+    """One effect for all whom a round gave something."""
+
+    said: tuple[tuple[Client, tuple[Token, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from services.contracts.ids import Room
 from services.scheduler.decode.capacity import Pool
 from services.scheduler.decode.events import Client
 from services.scheduler.decode.images import Image, ImagePool
+from services.scheduler.decode.lineup import Lineup
 from services.scheduler.decode.request import (
     Decoding,
     Finishing,
@@ -17,7 +18,8 @@ from services.scheduler.decode.request import (
     Retracting,
     Tombstones,
 )
-from services.scheduler.decode.rounds import LaunchedRound
+from services.scheduler.decode.rounds import LaunchedRound, blocks_next, part_in, surely_ends
+from services.scheduler.decode.shape import EngineShape
 
 
 def check_pools(requests: Mapping[Room, Request], pools: Sequence[Pool]) -> None:
@@ -73,9 +75,9 @@ def check_residents(
     assert count == sum(map(len, residents)), "a resident is missing from its replica"
 
 
-def check_rounds(requests: Mapping[Room, Request], rounds: Sequence[LaunchedRound]) -> None:
+def check_rounds(requests: Mapping[Room, Request], rounds: Sequence[LaunchedRound], last: int) -> None:
     """Rounds are out in order, one that runs and one behind it at most. Whoever is in one of them is still there, at its
-    place; nobody finishes without a round to wait for."""
+    place; nobody finishes without a round to wait for. `last`: of all launched."""
     ids = [launched.round_id for launched in rounds]
     assert len(ids) <= 2 and ids == list(range(ids[0], ids[0] + len(ids)) if ids else ()), f"rounds {ids} are out"
     out = {room: (place, launched.round_id) for launched in rounds for rows in launched.rows for place, room in rows}
@@ -84,13 +86,38 @@ def check_rounds(requests: Mapping[Room, Request], rounds: Sequence[LaunchedRoun
         state = request.state
         if room in out:
             assert isinstance(state, Decoding | Finishing), f"{room} is in a round that is out"
-            assert out.pop(room) == (state.holding.place, state.round_id), f"{room} is not where its last round runs"
+            of_state = state.round_id if isinstance(state, Finishing) else state.until or last
+            assert out.pop(room) == (state.holding.place, of_state), f"{room} is not where its last round runs"
         elif room in copied:
             assert isinstance(state, Retracting | Restoring | Finishing), f"{room} is not copied any more"
             assert copied.pop(room) == state.round_id, f"{room} is copied by another round"
         else:
             assert not isinstance(state, Finishing), f"{room} waits for a round that is not out"
     assert not out and not copied, f"rooms left while their round is out: {out}, {copied}"
+
+
+def check_lineup(
+    lineup: Lineup, residents: Sequence[Mapping[Room, Request]], rounds: Sequence[LaunchedRound], shape: EngineShape
+) -> None:
+    """Every resident is in line or beside it, or its last token is under way. Whoever is in line and need not be looked at for
+    the next round has the blocks for it and reaches it."""
+    out = rounds[-1] if rounds else None
+    for replica, (line, of_replica) in enumerate(zip(lineup.lines, residents, strict=True)):
+        for place, request in line.members.items():
+            state = request.state
+            assert of_replica.get(request.room) is request and isinstance(state, Decoding), f"{request.room} is in line"
+            assert state.holding.place == place and state.until is None, f"{request.room} is in line at another's place"
+            assert state.look > lineup.launched, f"{request.room} of replica {replica} was not looked at"
+            enough = len(state.holding.blocks) >= blocks_next(request, shape, out) and not surely_ends(request, out)
+            assert enough or state.due(lineup.launched + 1), f"{request.room} is looked at too late"
+        for room, request in of_replica.items():
+            state = request.state
+            assert isinstance(state, Installed | Decoding)
+            member, beside = line.members.get(state.holding.place) is request, lineup.beside.get(room) is request
+            if not member and not beside:
+                assert any(part_in(request, it) and surely_ends(request, it) for it in rounds), f"{room} is forgotten"
+            assert not (member and beside), f"{room} is in line and beside it"
+    assert all(room in residents[it.replica] for room, it in lineup.beside.items()), "somebody who is gone waits beside a line"
 
 
 def check_clients(requests: Mapping[Room, Request], clients: Mapping[Client, Room], tombstones: Tombstones) -> None:

@@ -12,7 +12,7 @@ from services.scheduler.decode.capacity import Holding, Pool
 from services.scheduler.decode.request import Decoding, Finishing, Installed, Progress, Request, Retracted
 from services.scheduler.decode.retraction import data_blocks, newest_that_helps, victims
 from services.scheduler.decode.rooms import Rooms
-from services.scheduler.decode.rounds import blocks_next, launch, mismatch, surely_ends
+from services.scheduler.decode.rounds import mismatch
 from services.scheduler.decode.suspended import Suspensions
 
 
@@ -21,54 +21,24 @@ class Residents:
 
     def __init__(self, rooms: Rooms, suspensions: Suspensions):
         self._rooms, self._suspensions = rooms, suspensions
-        self._rounds_launched = 0
 
     def plan(self, now: float) -> ev.RoundPlan | None:
         """The next round, also while one runs; None while one waits behind that, or when there is nothing to do."""
         rooms = self._rooms
-        if rooms.rounds and not self._may_plan_ahead():
+        out = rooms.rounds[-1] if rooms.rounds else None
+        if out is not None and (len(rooms.rounds) > 1 or not rooms.lineup.secure(out, rooms.pools)):
             return None
         for replica in sorted(rooms.joined):
             new = sum(isinstance(request.state, Installed) for request in rooms.residents[replica].values())
             if new:
                 rooms.widths.joined(replica, new / len(rooms.residents[replica]))
         rooms.joined.clear()
-        out = rooms.rounds[-1] if rooms.rounds else None
-        launched = launch(
-            self._rounds_launched + 1, rooms.shape, rooms.pools, rooms.residents, rooms.suspended, out, rooms.widths, now
-        )
+        launched = rooms.lineup.launch(out, rooms.pools, rooms.residents, rooms.suspended, rooms.widths, now)
         if launched is None:
             return None
-        self._rounds_launched += 1
         plan, it = launched
         rooms.rounds.append(it)
         return plan
-
-    def _may_plan_ahead(self) -> bool:
-        """Whether one round is out, and everybody gets the blocks of the round behind it, too, without taking them from
-        somebody: whom to take them from is decided when it is known who has ended."""
-        rooms = self._rooms
-        if len(rooms.rounds) > 1:
-            return False
-        (out,) = rooms.rounds
-        wanted: list[tuple[Pool, Holding, int]] = []
-        ahead = rooms.shape.rows_ahead
-        for pool, residents in zip(rooms.pools, rooms.residents, strict=True):
-            lacking, furthest = 0, out.widths[pool.replica].width + ahead
-            for request in residents.values():
-                state = request.state
-                assert isinstance(state, Installed | Decoding)
-                if len(state.holding.blocks) * BLOCK_TOKENS >= state.progress.position + furthest:
-                    continue  # the most that anybody may need
-                blocks = blocks_next(request, rooms.shape, out)
-                if len(state.holding.blocks) < blocks and not surely_ends(request, out):
-                    wanted.append((pool, state.holding, blocks))
-                    lacking += blocks - len(state.holding.blocks)
-            if lacking and lacking > pool.cache.blocks_available:
-                return False
-        for pool, holding, blocks in wanted:
-            pool.grow(holding, blocks)
-        return True
 
     def round_done(self, done: ev.RoundDone) -> str | None:
         """Count and publish what a round brought -> why the answer cannot be, if so; the engine is lost then."""
@@ -81,6 +51,8 @@ class Residents:
         self._rooms.landed_at = self._rooms.now
         self._rooms.totals["rounds"] += 1
         verdicts: list[list[Verdict]] = []
+        said: list[tuple[Request, tuple[Token, ...]]] = []
+        ended: list[tuple[Request, ev.Finished]] = []
         for rows, width, entries in zip(launched.rows, launched.widths, done.replicas, strict=True):
             verdicts.append([])
             right: list[int] = []  # proposals, of each request
@@ -91,20 +63,29 @@ class Residents:
                     case Decoding(progress=progress):
                         verdicts[-1] += progress.guesses.compare(entry.tokens)
                         right.append(len(entry.tokens) - 1)
-                        self._advance(request, progress, entry, width.width)
+                        tokens, end = self._advance(request, progress, entry, width.width)
+                        said.append((request, tokens))
+                        if end is not None:
+                            ended.append((request, end))
                     case Finishing(holding=holding, progress=progress, round_id=last):
                         if last == done.round_id:
                             self._rooms.leave(request, progress, holding)
                     case state:
                         raise RuntimeError(f"room {room} was in round {done.round_id} and is {state.phase.name} now")
             self._count_acceptance(width.width - 1, right)
+        self._rooms.publish(said)
+        for request, end in ended:
+            self._finish(request, end)
         for room in done.copied:
             self._suspensions.copied(self._rooms.requests[room])
         if any(launched.rows):
             self._rooms.widths.done(seconds, verdicts)
         return None
 
-    def _advance(self, request: Request, progress: Progress, entry: ev.PlaceTokens, width: int) -> None:
+    def _advance(
+        self, request: Request, progress: Progress, entry: ev.PlaceTokens, width: int
+    ) -> tuple[tuple[Token, ...], ev.Finished | None]:
+        """Count what the round gave one request -> what its client gets of it, and the end if that is all."""
         if progress.rounds == 0:
             self._rooms.write(request, State.DECODING)
         if width > 1:
@@ -117,9 +98,7 @@ class Residents:
         progress.guesses.propose(entry.window[1:])
         progress.last_token_at = self._rooms.now
         self._cache_full_blocks(request, progress, entry.tokens)
-        self._rooms.publish(request, tokens)
-        if end is not None:
-            self._finish(request, end)
+        return tokens, end
 
     def _cache_full_blocks(self, request: Request, progress: Progress, tokens: tuple[Token, ...]) -> None:
         """Rows before the anchor's position are final. Of the newest one that is true for the target alone: a NextN layer may
@@ -181,8 +160,7 @@ class Residents:
         return blocked if waits else None
 
     def _grow(self, pool: Pool, request: Request) -> bool:
-        holding, blocks = self._next_blocks(request)
-        return pool.grow(holding, blocks)
+        return self._rooms.lineup.grow(pool, *self._next_blocks(request))
 
     def _next_blocks(self, request: Request) -> tuple[Holding, int]:
         """What it holds, and how many blocks its next round takes."""
@@ -247,13 +225,14 @@ class Residents:
         """No new rounds; what it holds stays while a launched round may write to it."""
         state = request.state
         assert isinstance(state, Installed | Decoding)
-        del self._rooms.residents[state.holding.replica][request.room]
+        self._rooms.unseat(request)
         self._rooms.write(request, State.FINISHING)
         self._rooms.end(request, end)
         if isinstance(state, Decoding):
             self._rooms.pools[state.holding.replica].clears.add(state.holding.place)
-            if self._rooms.rounds and state.round_id >= self._rooms.rounds[0].round_id:
-                request.state = Finishing(state.holding, state.progress, state.round_id)
+            last = self._rooms.last_round(state)
+            if last is not None:
+                request.state = Finishing(state.holding, state.progress, last)
                 return
         self._rooms.leave(request, state.progress, state.holding)
 

@@ -1,7 +1,7 @@
 """All rooms of the engine and what they hold: the planner's state, with the verbs that its handlers share."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import services.scheduler.decode.events as ev
 from services.contracts.geometry import verify_widths
@@ -10,6 +10,7 @@ from services.contracts.lifecycle import State
 from services.scheduler.decode import invariants, report
 from services.scheduler.decode.capacity import Holding, Pool
 from services.scheduler.decode.images import ImagePool
+from services.scheduler.decode.lineup import Lineup
 from services.scheduler.decode.request import (
     Decoding,
     Installed,
@@ -56,6 +57,7 @@ class Rooms:
         self.requests: dict[Room, Request] = {}
         self.suspended: list[dict[Room, Request]] = [{} for _ in range(shape.replicas)]  # the longest first
         self.residents: list[dict[Room, Request]] = [{} for _ in range(shape.replicas)]  # installed and going on, newest last
+        self.lineup = Lineup(shape)
         self.joined: set[Replica] = set()  # replicas with somebody new since the last plan
         self.clients: dict[ev.Client, Room] = {}
         self.tombstones = Tombstones()
@@ -77,10 +79,12 @@ class Rooms:
         asked = request.asked
         self.emit(ev.WriteTransition(asked.request_id, state, asked.attempt, request.next_step(state), fields))
 
-    def publish(self, request: Request, tokens: tuple[Token, ...]) -> None:
-        self.totals["tokens"] += len(tokens)
-        if request.client is not None:
-            self.emit(ev.PublishTokens(request.client, tokens))
+    def publish(self, said: Sequence[tuple[Request, tuple[Token, ...]]]) -> None:
+        """What requests get, in this order; who has no client any more counts all the same."""
+        self.totals["tokens"] += sum(len(tokens) for _, tokens in said)
+        heard = tuple([(request.client, tokens) for request, tokens in said if request.client is not None])
+        if heard:
+            self.emit(ev.PublishTokens(heard))
 
     def end(self, request: Request, end: ev.End) -> None:
         request.end = end
@@ -91,13 +95,21 @@ class Rooms:
         """A message that came too late to matter."""
         self.totals["late_messages"] += 1
 
-    def seat(self, request: Request, replica: Replica) -> None:
-        """A request is among its replica's residents again, the newest last."""
-        residents = self.residents[replica]
+    def seat(self, request: Request) -> None:
+        """A request is among its replica's residents from now on, or again, the newest last."""
+        residents = self.residents[request.replica]
         younger = [room for room, other in residents.items() if _order(other) > _order(request)]
         residents[request.room] = request
         for room in younger:
             residents[room] = residents.pop(room)
+        self.lineup.join(request)
+
+    def unseat(self, request: Request) -> None:
+        """A resident ends or makes way."""
+        state = request.state
+        assert isinstance(state, Installed | Decoding)
+        del self.residents[state.holding.replica][request.room]
+        self.lineup.leave(request, state)
 
     def give_back(self, holding: Holding) -> None:
         self._keep_unread(holding)
@@ -171,6 +183,11 @@ class Rooms:
         """When the first of the rounds that are out began to run."""
         return max(self.rounds[0].launched_at, self.landed_at)
 
+    def last_round(self, state: Decoding) -> int | None:
+        """The last of the rounds that are out which has this resident."""
+        last = self.lineup.launched if state.until is None else state.until
+        return last if self.rounds and last >= self.rounds[0].round_id else None
+
     def promised(self, replica: Replica) -> int:
         """Blocks that those who hold a place there may still ask for soon."""
         rows = self.shape.rows_ahead
@@ -209,7 +226,8 @@ class Rooms:
         invariants.check_pools(self.requests, self.pools)
         invariants.check_suspended(self.requests, self.suspended, self.images)
         invariants.check_residents(self.requests, self.residents, self.rounds, self.shape.rows_ahead)
-        invariants.check_rounds(self.requests, self.rounds)
+        invariants.check_rounds(self.requests, self.rounds, self.lineup.launched)
+        invariants.check_lineup(self.lineup, self.residents, self.rounds, self.shape)
         invariants.check_clients(self.requests, self.clients, self.tombstones)
 
 

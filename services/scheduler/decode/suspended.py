@@ -39,7 +39,7 @@ class Suspensions:
         image = rooms.images[pool.replica].take(data_blocks(progress), [entry.key for entry in holding.cached])
         table = frozenset(holding.blocks)
         pool.cede(holding, lacking)
-        del rooms.residents[pool.replica][request.room]
+        rooms.unseat(request)
         request.state = Retracting(holding, progress, image, table)
         request.retractions += 1
         rooms.suspended[pool.replica][request.room] = request
@@ -65,6 +65,7 @@ class Suspensions:
         holding = pool.take(blocks, keys)
         assert holding is not None, f"{request.room} fits and does not"
         request.state = Restoring(holding, progress, state.image)
+        rooms.lineup.touch(pool.replica)
         request.covered = remaining <= GROWTH_TOKENS
         rooms.capacity_freed = True  # newcomers waited behind it
         rooms.write(request, State.RESTORING, (("away_seconds", round(rooms.now - state.since, 6)),))
@@ -92,8 +93,8 @@ class Suspensions:
         for key in state.image.keys[len(holding.cached) :]:
             rooms.pools[holding.replica].final(holding, key)
         state.progress.unmoved = True
-        request.state = Decoding(holding, state.progress, known_blocks=len(holding.blocks), round_id=state.round_id)
-        rooms.seat(request, holding.replica)
+        request.state = Decoding(holding, state.progress, known_blocks=len(holding.blocks), until=state.round_id)
+        rooms.seat(request)
         rooms.totals["restores"] += 1
         rooms.write(request, State.DECODING)
 
@@ -123,6 +124,7 @@ class Suspensions:
         planned = state.round_id is not None
         if planned == isinstance(state, Restoring):
             rooms.pools[replica].clears.add(state.holding.place)  # the workers have it there, or will have
+            rooms.lineup.touch(replica)
         if state.round_id is None:
             rooms.leave(request, state.progress, state.holding)
         else:
