@@ -19,7 +19,7 @@ class ArgumentSets:
 
 
 CPU = """
-    --dtype float32 --kv-cache-dtype float32
+    --device cpu --dtype float32 --kv-cache-dtype float32
     --attention-backend reference --kda-backend reference --moe-backend reference --all2all-backend gloo
     --max-model-len 2048 --disable-kvstore
 """
