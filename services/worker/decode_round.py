@@ -23,7 +23,7 @@ from services.worker.cache.image import ImagePool
 from services.worker.device import CPU
 from services.worker.model.batch import cache_slots
 from services.worker.model.decoder import DecoderStage
-from services.worker.round_part import EagerRounds, RoundPart, Rounds, RoundShape
+from services.worker.round_part import CapturedRounds, EagerRounds, RoundPart, Rounds, RoundShape
 from services.worker.round_rows import RoundRows, Rows
 from services.worker.speculative.backlog import Backlog
 from services.worker.speculative.drafter import Drafter, Steps
@@ -75,8 +75,13 @@ class DecodeReplica:
         self._widths = verify_widths(verify_width)
         self.part = RoundPart(stage, drafter, self._rows, verify_width, device)
         self._eager: Rounds = EagerRounds(self.part)
+        self._graphs: CapturedRounds | None = None
         self._rounds, self._tokens, self._drafted, self._accepted = 0, 0, 0, 0
         self._retracted, self._restored = 0, 0
+
+    def replay(self, graphs: CapturedRounds) -> None:
+        """From now on rounds that they cover are run by them, where the plan lets them."""
+        self._graphs = graphs
 
     def counters(self) -> dict[str, int]:
         counters = {
@@ -213,8 +218,11 @@ class DecodeReplica:
         shape = self._shape_of(plan)
         if self._backlog is not None and not shape.puts_off:
             self._backlog.settle()  # before the rows that come behind those that it has
-        logits = self._eager.evaluate(shape).unflatten(0, (-1, plan.width))
-        settled = self._eager.settle(shape, choose(logits, rules, positions))
+        rounds = self._eager
+        if plan.mode is Mode.LOW_LATENCY_GRAPH and self._graphs is not None and self._graphs.covers(shape):
+            rounds = self._graphs
+        logits = rounds.evaluate(shape).unflatten(0, (-1, plan.width))
+        settled = rounds.settle(shape, choose(logits, rules, positions))
         if shape.puts_off:
             self._put_off(live, settled.inputs, positions)
         return self._read(plan, settled.results, started)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from kernels.ops import Ops
-from kernels.registry import format_table
+from kernels.registry import Choice, format_table
 from services.contracts.argument_rules import check_files, check_runnable
 from services.contracts.arguments import WorkerArguments
 from services.contracts.draft import Draft, DraftConfig
@@ -27,7 +27,7 @@ from services.worker.engine import Runner
 from services.worker.fingerprint import model_fingerprint
 from services.worker.hop import StageBoundary
 from services.worker.memory_profile import DRY_UNITS, DryRun, dry_caches, measured_size, settle_in
-from services.worker.model.backends import choose_draft_ops, choose_ops, op_geometry
+from services.worker.model.backends import choose_draft_ops, choose_ops, host_bound, op_geometry
 from services.worker.model.batch import ExpertDispatcher, LayerCaches
 from services.worker.model.decoder import DecoderStage
 from services.worker.model.loader import load_stage_weights
@@ -35,6 +35,8 @@ from services.worker.parallel.experts import GlooExperts
 from services.worker.parallel.groups import Groups, join
 from services.worker.parallel.sole import SoleExperts
 from services.worker.prefill_step import PrefillStage
+from services.worker.round_check import CheckedRounds
+from services.worker.round_graphs import CudaRecorder, GraphRounds, ladder
 from services.worker.speculative.build import build_drafter
 from services.worker.speculative.drafter import Drafter
 from services.worker.speculative.weights import check_embedding
@@ -86,6 +88,7 @@ class Built:
     stage: DecoderStage
     pools: Pools
     drafter: Drafter | None
+    host_bound: tuple[str, ...]  # what keeps decode rounds from being captured
 
 
 def build(plan: Plan) -> Built:
@@ -95,19 +98,28 @@ def build(plan: Plan) -> Built:
     groups = join(plan.topology, a.rank, a.dist_init_addr, a.startup_timeout)
     if device.type == "cpu":
         pools = allocate(plan.record(groups, *a.cache_size(plan.geometry)))
-        stage, drafter = _model(plan, groups, pools.caches)
-        return Built(groups, stage, pools, drafter)
+        model = _model(plan, groups, pools.caches)
+        return Built(groups, model.stage, pools, model.drafter, model.host_bound)
     torch.cuda.set_device(device)
     dry = dry_caches(plan.record(groups, DRY_UNITS, DRY_UNITS), device)
-    stage, drafter = _model(plan, groups, dry)
-    blocks, slots = measured_size(DryRun(a, plan.model, plan.place, stage, drafter, device))
+    model = _model(plan, groups, dry)
+    blocks, slots = measured_size(DryRun(a, plan.model, plan.place, model.stage, model.drafter, device))
     pools = allocate(plan.record(groups, groups.least("blocks", blocks, a.startup_timeout), slots), device)
     settle_in(dry, pools.caches)
-    return Built(groups, stage, replace(pools, caches=dry), drafter)
+    return Built(groups, model.stage, replace(pools, caches=dry), model.drafter, model.host_bound)
 
 
-def _model(plan: Plan, groups: Groups, caches: LayerCaches) -> tuple[DecoderStage, Drafter | None]:
-    """The rank's part of the target and of the drafter, over these caches."""
+@dataclass(frozen=True)
+class _Model:
+    """The rank's part of the target and of the drafter."""
+
+    stage: DecoderStage
+    drafter: Drafter | None
+    host_bound: tuple[str, ...]
+
+
+def _model(plan: Plan, groups: Groups, caches: LayerCaches) -> _Model:
+    """Loaded, over these caches."""
     a, model, topology, place = plan.arguments, plan.model, plan.topology, plan.place
     dtype, cache_dtype = DTYPES[a.compute_dtype], DTYPES[a.cache_dtype]
     ops, choices = choose_ops(
@@ -124,10 +136,12 @@ def _model(plan: Plan, groups: Groups, caches: LayerCaches) -> tuple[DecoderStag
     weights = load_stage_weights(a.model, model, topology, place, dtype, plan.device)
     experts = _experts(plan, groups)
     stage = DecoderStage(model, topology, place, weights, caches, groups.tp, experts, ops)
-    return stage, _drafter(plan, groups, caches, stage, experts, ops)
+    drafter, more = _drafter(plan, groups, caches, stage, experts, ops)
+    over_gloo = [it.group.name for it in (groups.tp, experts) if not isinstance(it, SoleExperts) and it.group.size > 1]
+    return _Model(stage, drafter, (*host_bound([*choices, *more]), *over_gloo))
 
 
-def _experts(plan: Plan, groups: Groups) -> ExpertDispatcher:
+def _experts(plan: Plan, groups: Groups) -> SoleExperts | GlooExperts:
     if plan.device.type == "cuda" and groups.ep.size == 1:
         return SoleExperts()
     return GlooExperts(groups.ep, plan.model.num_experts, plan.arguments.low_latency_max_num_tokens_per_gpu)
@@ -135,10 +149,10 @@ def _experts(plan: Plan, groups: Groups) -> ExpertDispatcher:
 
 def _drafter(
     plan: Plan, groups: Groups, caches: LayerCaches, stage: DecoderStage, experts: ExpertDispatcher, ops: Ops
-) -> Drafter | None:
+) -> tuple[Drafter | None, tuple[Choice, ...]]:
     a, draft = plan.arguments, plan.draft
     if draft is None:
-        return None
+        return None, ()
     dtype, cache_dtype = DTYPES[a.compute_dtype], DTYPES[a.cache_dtype]
     backend = a.attention_backend if a.drafter_attention_backend == "auto" else a.drafter_attention_backend
     geometry = op_geometry(plan.model, plan.topology, dtype, cache_dtype)
@@ -161,7 +175,7 @@ def _drafter(
         plan.device,
     )
     check_embedding(Path(a.model), Path(a.draft_path), draft, plan.topology, plan.place)
-    return drafter
+    return drafter, choices
 
 
 def runner(plan: Plan, rank: Built, agent: AgentLink) -> Runner:
@@ -181,7 +195,7 @@ def runner(plan: Plan, rank: Built, agent: AgentLink) -> Runner:
             drafter=rank.drafter,
             device=plan.device,
         )
-    return DecodeReplica(
+    replica = DecodeReplica(
         rank.stage,
         replica=place.dp,
         places=a.replica_seqs,
@@ -192,6 +206,20 @@ def runner(plan: Plan, rank: Built, agent: AgentLink) -> Runner:
         images=_images(plan, rank),
         device=plan.device,
     )
+    if plan.device.type == "cuda" and a.captures_graphs:
+        _capture(plan, rank, replica)
+    return replica
+
+
+def _capture(plan: Plan, rank: Built, replica: DecodeReplica) -> None:
+    """Before the first round; without it all rounds run eager."""
+    a = plan.arguments
+    if rank.host_bound:
+        log.warning("decode rounds run eager: these need the host in a round", what=list(rank.host_bound))
+        return
+    graphs = GraphRounds(replica.part, ladder(a, rank.drafter), a.replica_seqs, a.verify_width, plan.device)
+    graphs.capture(CudaRecorder(plan.device))
+    replica.replay(CheckedRounds(graphs, replica.part, SlotStates(rank.pools.caches)) if a.graph_debug else graphs)
 
 
 def _images(plan: Plan, rank: Built) -> ImagePool:

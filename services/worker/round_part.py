@@ -61,6 +61,12 @@ class Rounds(Protocol):
         ...
 
 
+class CapturedRounds(Rounds, Protocol):
+    """Some shapes by replay."""
+
+    def covers(self, shape: RoundShape) -> bool: ...
+
+
 class RoundPart:
     """Both halves as functions, over the rows that the host fills."""
 
@@ -96,6 +102,14 @@ class RoundPart:
                 drafted = self._drafter.draft(it.batch, it.hidden, it.capture, following, heads, shape.steps)
                 windows = torch.cat([windows, drafted], 1)
         return Settled(torch.cat([chosen, counts.unsqueeze(1), windows], 1), inputs)
+
+    def slots(self, shape: RoundShape) -> Tensor:
+        """[bucket] KDA slots of the round."""
+        return self._rows.slots[: shape.bucket]
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of the memory that the host fills."""
+        return (self._rows.memory.data_ptr(),)
 
     def _batch(self, shape: RoundShape) -> ForwardBatch:
         """The first `bucket` places, `width` rows each."""
