@@ -14,7 +14,7 @@ BLOCK_VALUES = 1 << 28  # drawn at once
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
-def blocks(spec: TensorSpec, seed: int) -> Iterator[memoryview]:
+def blocks(spec: TensorSpec, seed: int) -> Iterator[bytes]:
     """The tensor's bytes, row-major, little-endian, some rows at a time. ConfigError where torch sees no GPU."""
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no NVIDIA GPU; leave it out", param="device")
@@ -24,7 +24,7 @@ def blocks(spec: TensorSpec, seed: int) -> Iterator[memoryview]:
     step = max(1, BLOCK_VALUES // width)
     for first in range(0, rows, step):
         drawn = _rows(spec, generator, first, min(step, rows - first), width)
-        yield memoryview(drawn.to(DTYPES[spec.dtype]).cpu().view(torch.uint8).flatten().numpy())
+        yield drawn.to(DTYPES[spec.dtype]).cpu().view(torch.uint8).numpy().tobytes()
 
 
 def _rows(spec: TensorSpec, generator: torch.Generator, first: int, rows: int, width: int) -> Tensor:

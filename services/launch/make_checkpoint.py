@@ -430,7 +430,7 @@ def _write_safetensors(path: Path, specs: list[TensorSpec], plan: Plan) -> None:
         os.fsync(file.fileno())
 
 
-def _blocks(spec: TensorSpec, plan: Plan) -> Iterator[bytes | memoryview]:
+def _blocks(spec: TensorSpec, plan: Plan) -> Iterator[bytes]:
     if plan.device == "cpu":
         return spec.blocks(plan.seed)
     from services.launch.cuda_tensors import blocks  # loads torch, which a CPU does not need here

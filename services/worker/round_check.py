@@ -1,4 +1,4 @@
-"""A replayed round against an eager one of the same inputs (--graph-debug, K3MESH_GRAPH_DEBUG=1): slow, to check correctness."""
+"""A replayed round against an eager one of the same inputs (--graph-debug, K3MESH_GRAPH_DEBUG=1), to check correctness."""
 
 from typing import Any
 
