@@ -163,6 +163,8 @@ class ForcedDrafter:
         self, batch: ForwardBatch, hidden: Tensor, capture: Capture, following: Tensor, heads: Tensor, steps: Steps
     ) -> Tensor:
         proposals = self._drafter.draft(batch, hidden, capture, following, heads, steps)
+        if not self.hits:
+            return proposals
         for row, (head, sequence) in enumerate(zip(heads.tolist(), sequence_of(batch, heads).tolist(), strict=True)):
             slot, anchor = int(batch.slots[sequence]), int(batch.positions[head]) + 1
             if not self.hits.get(slot):
