@@ -157,9 +157,6 @@ def _backends(a: EngineArguments) -> None:
         raise refusal(
             "all2all_backend", "deepep", f"needs Marlin experts, not --moe-backend {a.moe_backend}", "give --moe-backend marlin"
         )
-    for field, (backend, instead) in GPU_BACKENDS.items():
-        if a.device == "cpu" and getattr(a, field) == backend:
-            raise refusal(field, backend, "runs on NVIDIA GPUs, not with --device cpu", f"use {instead}, or --device cuda")
     if a.deepep_mode == "low_latency" and a.disaggregation_mode == "prefill":
         raise refusal("deepep_mode", "low_latency", "a prefill engine runs extend-shaped work", "give normal or auto")
     if a.deepep_mode == "normal" and a.disaggregation_mode == "decode" and not a.enforce_eager:
@@ -238,7 +235,7 @@ def wants_gpu(a: EngineArguments) -> bool:
 
 def runs_on_gpu(a: EngineArguments, cuda: bool) -> bool:
     """Whether it runs on GPUs on a machine that has some or has none."""
-    return wants_gpu(a) or (a.device == "auto" and cuda)
+    return wants_gpu(a) or (cuda and a.device == "auto")
 
 
 def check_runnable(a: EngineArguments, cuda: bool) -> None:
@@ -250,6 +247,8 @@ def check_runnable(a: EngineArguments, cuda: bool) -> None:
             continue
         if not cuda:
             raise refusal(field, backend, "needs an NVIDIA GPU, and this machine has none", f"on a CPU host use {instead}")
+        if a.device == "cpu":
+            raise refusal(field, backend, "needs an NVIDIA GPU, and --device is cpu", f"use {instead}, or --device cuda")
         if field == "all2all_backend":
             raise refusal(field, backend, "is not available in this version", f"use {instead}")
 
