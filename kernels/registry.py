@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kernels import flash_kda, flash_mla, triton_ops
 from kernels.ops import OpGeometry, Ops
 
 AUTO, REFERENCE = "auto", "reference"
@@ -58,26 +59,46 @@ def _backend(name: str, supports: Supports, module: str, function: str) -> Candi
     return Candidate(name, lambda: getattr(import_module(f"kernels.{module}"), function), supports)
 
 
+def _flash_mla(function: str) -> Candidate:
+    return _backend("flash_mla", flash_mla.supports, "flash_mla.attention", function)
+
+
+def _triton(module: str, function: str, supports: Supports = triton_ops.supports_rows) -> Candidate:
+    return _backend("triton", supports, f"triton_ops.{module}", function)
+
+
 def _reference(module: str, function: str) -> Candidate:
     return _backend(REFERENCE, _always, f"reference.{module}", function)
 
 
+_FLASH_KDA = _backend("flash_kda", flash_kda.supports, "flash_kda.scan", "kda_scan")
+_TRITON_SCAN = _triton("kda_scan", "kda_scan", triton_ops.supports_kda)
+_TRITON_BLOCK = _triton("mla", "mla_block", triton_ops.supports_mla)
+_TRITON_ATTENTION = _triton("mla", "mla_attention", triton_ops.supports_mla)
+
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-    "rms_norm": (_reference("norms", "rms_norm"),),
-    "attn_res_mix": (_reference("norms", "attn_res_mix"),),
-    "situ_mul": (_reference("activation", "situ_mul"),),
-    "mla_write": (_reference("mla", "mla_write"),),
-    "mla_extend": (_reference("mla", "mla_attention"),),
-    "mla_decode": (_reference("mla", "mla_attention"),),
-    "mla_block": (_reference("mla", "mla_block"),),
-    "short_conv": (_reference("kda", "short_conv"),),
-    "short_conv_verify": (_reference("kda", "short_conv_verify"),),
-    "kda_extend": (_reference("kda", "kda_scan"),),
-    "kda_decode": (_reference("kda", "kda_scan"),),
-    "kda_verify": (_reference("kda", "kda_verify"),),
-    "kda_commit": (_reference("kda", "kda_commit"),),
-    "kda_output": (_reference("kda", "kda_output"),),
-    "router": (_reference("router", "router"),),
+    "rms_norm": (_triton("norms", "rms_norm"), _reference("norms", "rms_norm")),
+    "attn_res_mix": (_triton("norms", "attn_res_mix"), _reference("norms", "attn_res_mix")),
+    "situ_mul": (_triton("activation", "situ_mul"), _reference("activation", "situ_mul")),
+    "mla_write": (_triton("mla_write", "mla_write"), _reference("mla", "mla_write")),
+    "mla_extend": (_flash_mla("mla_extend"), _TRITON_ATTENTION, _reference("mla", "mla_attention")),
+    "mla_decode": (_flash_mla("mla_decode"), _TRITON_ATTENTION, _reference("mla", "mla_attention")),
+    "mla_block": (
+        _flash_mla("mla_block"),
+        _triton("mla", "mla_block", triton_ops.supports_mla),
+        _reference("mla", "mla_block"),
+    ),
+    "short_conv": (_triton("short_conv", "short_conv", triton_ops.supports_kda), _reference("kda", "short_conv")),
+    "short_conv_verify": (
+        _triton("short_conv", "short_conv_verify", triton_ops.supports_kda),
+        _reference("kda", "short_conv_verify"),
+    ),
+    "kda_extend": (_FLASH_KDA, _TRITON_SCAN, _reference("kda", "kda_scan")),
+    "kda_decode": (_TRITON_SCAN, _reference("kda", "kda_scan")),
+    "kda_verify": (_triton("kda_verify", "kda_verify", triton_ops.supports_kda), _reference("kda", "kda_verify")),
+    "kda_commit": (_triton("kda_commit", "kda_commit", triton_ops.supports_kda), _reference("kda", "kda_commit")),
+    "kda_output": (_triton("kda_output", "kda_output", triton_ops.supports_kda), _reference("kda", "kda_output")),
+    "router": (_triton("router", "router"), _reference("router", "router")),
     "prepare_experts": (_reference("experts", "prepare_experts"),),
 }
 

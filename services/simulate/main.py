@@ -18,7 +18,6 @@ from services.contracts.capacity import capacity_of
 from services.contracts.flags import refusal
 from services.contracts.machine import MachineArguments
 from services.contracts.mesh import MeshArguments
-from services.contracts.topologies import TopologyName
 from services.simulate import constants, plots, workload
 from services.simulate.costs import Costs
 from services.simulate.kernels import KernelCosts
@@ -34,7 +33,7 @@ PARTITIONS = "--partitions"
 class SimArguments(MachineArguments, MeshArguments):
     """k3mesh sim."""
 
-    topology: TopologyName = Field(default="k3", description="named argument sets of both engines")
+    topology: Literal["laptop", "laptop-tp2", "k3"] = Field(default="k3", description="named argument sets of both engines")
     model: str = Field(
         default="", description="directory with config.json; Kimi K3's, or the demo model's on a laptop, if unset"
     )

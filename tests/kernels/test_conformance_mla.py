@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from kernels.registry import CANDIDATES, Candidate
 from tests.lib import definitions
@@ -17,29 +16,13 @@ from tests.lib.conformance import (
     each_mode,
     geometry,
     implementation,
+    paged,
 )
 
 SHAPES = {"narrow": (4, 32, 16), "full width": (12, 512, 64)}  # heads, latent, shared
 STRIDED = {"dense": False, "strided": True}
 ATTENTION = [(op, backend) for op in ("mla_extend", "mla_decode") for backend in CANDIDATES[op]]
 each_attention = pytest.mark.parametrize(("op", "backend"), ATTENTION, ids=[f"{op}-{b.backend}" for op, b in ATTENTION])
-
-
-def paged(rows: list[Tensor], width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A cache with each sequence's rows in scattered blocks, NaN wherever nobody wrote -> cache, block tables."""
-    counts = [-(-len(part) // 128) for part in rows]
-    total = 1 + sum(counts)
-    order = torch.randperm(total - 1, generator=torch.Generator().manual_seed(9)).add(1).tolist()
-    cache = torch.full((total, 128, 1, width), float("nan"), dtype=dtype, device=DEVICE)
-    cache[0] = 0
-    tables = torch.zeros(len(rows), max(counts, default=0) + 2, dtype=torch.int32, device=DEVICE)
-    for sequence, part in enumerate(rows):
-        for number in range(counts[sequence]):
-            block = order.pop()
-            tables[sequence, number] = block
-            piece = part[number * 128 : (number + 1) * 128]
-            cache[block, : len(piece), 0] = piece
-    return cache, tables
 
 
 @each_mode("mla")

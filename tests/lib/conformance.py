@@ -112,3 +112,20 @@ def assert_close(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     if wanted.numel():
         error = (actual.double() - wanted.double()).norm() / wanted.double().norm()
         assert error < TOLERANCE[dtype], f"relative error {error:.2e} exceeds {TOLERANCE[dtype]:.0e}"
+
+
+def paged(rows: list[Tensor], width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A cache with each sequence's rows in scattered blocks, NaN wherever nobody wrote -> cache, block tables."""
+    counts = [-(-len(part) // 128) for part in rows]
+    total = 1 + sum(counts)
+    order = torch.randperm(total - 1, generator=torch.Generator().manual_seed(9)).add(1).tolist()
+    cache = torch.full((total, 128, 1, width), float("nan"), dtype=dtype, device=DEVICE)
+    cache[0] = 0
+    tables = torch.zeros(len(rows), max(counts, default=0) + 2, dtype=torch.int32, device=DEVICE)
+    for sequence, part in enumerate(rows):
+        for number in range(counts[sequence]):
+            block = order.pop()
+            tables[sequence, number] = block
+            piece = part[number * 128 : (number + 1) * 128]
+            cache[block, : len(piece), 0] = piece
+    return cache, tables
