@@ -229,18 +229,28 @@ def check_model(a: EngineArguments, model: ModelConfig) -> None:
 
 
 def wants_gpu(a: EngineArguments) -> bool:
-    """Whether a backend is asked for that runs on GPUs alone."""
-    return any(getattr(a, field) == backend for field, (backend, _) in GPU_BACKENDS.items())
+    """Whether it is asked to run on GPUs, by --device or by a backend that runs on them alone."""
+    return a.device == "cuda" or any(getattr(a, field) == backend for field, (backend, _) in GPU_BACKENDS.items())
+
+
+def runs_on_gpu(a: EngineArguments, cuda: bool) -> bool:
+    """Whether it runs on GPUs on a machine that has some or has none."""
+    return wants_gpu(a) or (cuda and a.device == "auto")
 
 
 def check_runnable(a: EngineArguments, cuda: bool) -> None:
     """Whether this version can run it on this kind of machine. ConfigError before any process starts."""
+    if a.device == "cuda" and not cuda:
+        raise refusal("device", "cuda", "this machine has no NVIDIA GPU", "give cpu or auto")
     for field, (backend, instead) in GPU_BACKENDS.items():
         if getattr(a, field) != backend:
             continue
         if not cuda:
             raise refusal(field, backend, "needs an NVIDIA GPU, and this machine has none", f"on a CPU host use {instead}")
-        raise refusal(field, backend, "is not available in this version", f"use {instead}")
+        if a.device == "cpu":
+            raise refusal(field, backend, "needs an NVIDIA GPU, and --device is cpu", f"use {instead}, or --device cuda")
+        if field == "all2all_backend":
+            raise refusal(field, backend, "is not available in this version", f"use {instead}")
 
 
 def check_files(a: EngineArguments) -> None:

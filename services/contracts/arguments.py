@@ -20,6 +20,7 @@ from services.contracts.topology import Topology, even_partition
 Dtype = Literal["auto", "bfloat16", "float32"]
 Seconds = Annotated[float, Field(gt=0)]
 
+UTILIZATION = 0.93  # of a GPU that one rank's processes may take, the agent beside it too
 UNSET = 0  # derived at the end of parsing; as a given value it is refused
 CACHE_BYTES = 1 << 30  # of one rank, where --num-blocks leaves the size to us
 HOST_FRAME_BYTES, HOST_FRAMES = 32 << 20, 4  # few messages to steer it
@@ -43,6 +44,9 @@ class EngineArguments(FlagSet):
     kv_cache_dtype: Dtype = Field(default="auto", description="MLA rows and convolution history; auto is --dtype")
     load_format: Literal["auto", "safetensors"] = Field(default="auto", description="how the checkpoint is read")
 
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: NVIDIA GPUs where there are any")
+    base_gpu_id: int = Field(default=0, ge=0, description="GPU of this node's first worker, of those that are visible")
+    gpu_memory_utilization: float = Field(default=UTILIZATION, gt=0, le=1, description="share of a GPU that a rank may take")
     attention_backend: Literal["auto", "reference", "flashmla", "tokenspeed_mla"] = Field(
         default="auto", description="MLA kernels"
     )
@@ -76,6 +80,7 @@ class EngineArguments(FlagSet):
         default=(), description="decode batches of one replica to capture, instead of the ladder up to that size"
     )
     enforce_eager: bool = Field(default=False, description="never capture graphs (a diagnostic on decode)")
+    graph_debug: bool = Field(default=False, description="compare each replayed graph with an eager round; check addresses")
     chunked_prefill_size: int = Field(
         default=8192, ge=128, description="prompt tokens of one batch; rounded down to a multiple of 128"
     )
@@ -137,6 +142,11 @@ class EngineArguments(FlagSet):
     def replica_seqs(self) -> int:
         """Sequence places of one replica."""
         return self.max_num_seqs // self.data_parallel_size
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether decode rounds are to be captured, where they run on a GPU."""
+        return self.disaggregation_mode == "decode" and not self.enforce_eager
 
     def buckets(self) -> tuple[int, ...]:
         """The capture ladder: batch sizes of one replica that a decode round pads to, ascending (spec scheduling §3.3)."""

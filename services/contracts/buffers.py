@@ -144,19 +144,30 @@ def _round(a: EngineArguments, model: ModelConfig, topology: Topology, draft: Dr
         conv = 3 * model.kda_num_heads // topology.tp_size * model.kda_head_dim * (model.conv_kernel_size - 1) * item
         replay = kda * (rows * replay_row_bytes(model, topology.tp_size, item) + a.replica_seqs * conv)
         parts.append(Part("KDA rows to replay", replay))
-    if gpu and not a.enforce_eager:
-        parts.append(Part("graphs", len(a.buckets()) * len(verify_widths(a.verify_width)) * GRAPH))
+    if gpu and a.captures_graphs:
+        parts.append(Part("graphs", graph_bytes(a)))
     return parts
+
+
+def graph_bytes(a: EngineArguments) -> int:
+    """What captured rounds hold beside what they compute in."""
+    return len(a.buckets()) * len(verify_widths(a.verify_width)) * GRAPH
+
+
+def staging_bytes() -> int:
+    """Of a GPU's transfer agent."""
+    return CUDA_FRAMES * CUDA_FRAME_BYTES
 
 
 def working_parts(
     a: EngineArguments, model: ModelConfig, topology: Topology, place: RankPlace, draft: Draft, gpu: bool
 ) -> list[Part]:
     """Everything of one rank that is neither weights nor cache. On a host the experts' rows go by the process' own heap."""
-    parts = _expert_buffers(a, model, topology) if gpu else []
+    spread = gpu and topology.ep_size > 1 and a.all2all_backend != "gloo"
+    parts = _expert_buffers(a, model, topology) if spread else []
     parts += _step(a, model, topology, place, draft) if topology.role == "prefill" else _round(a, model, topology, draft, gpu)
     if gpu:
-        return [*parts, Part("staging frames", CUDA_FRAMES * CUDA_FRAME_BYTES), Part("libraries", CUDA_LIBRARIES)]
+        return [*parts, Part("staging frames", staging_bytes()), Part("libraries", CUDA_LIBRARIES)]
     return [
         *parts,
         Part("experts in float32", dequantized_bytes(model, topology, place)),

@@ -23,7 +23,6 @@ from services.contracts.placement import place as place_fields
 from services.contracts.topology import RankPlace, Topology
 
 GPUS = {"h100": 81_559 * MIB, "h200": 143_771 * MIB}  # bytes of the device, as nvidia-smi names them
-UTILIZATION = 0.93  # of it that one rank's processes may take
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,17 @@ class EngineCapacity:
         return sum(self.total(self.ranks[rank // stage_world]) + self.image_bytes for rank in ranks)
 
 
-def capacity_of(a: EngineArguments, memory: int | None) -> EngineCapacity:
-    """What the engine takes, and what fits into `memory` bytes of each rank's GPU; None: it runs on a host.
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one rank has found itself to take, instead of what is computed: all but the cache."""
+
+    place: RankPlace
+    parts: tuple[Part, ...]
+
+
+def capacity_of(a: EngineArguments, memory: int | None, measured: Measured | None = None) -> EngineCapacity:
+    """What the engine takes, and what fits into `memory` bytes of each rank's GPU; None: it runs on a host. With `measured` it
+    is that rank alone.
 
     ConfigError if the weights and buffers of a rank leave no room for its slots and one request, or --num-blocks is more than
     what they leave. Names value, rule and what would fit.
@@ -97,8 +105,11 @@ def capacity_of(a: EngineArguments, memory: int | None) -> EngineCapacity:
     model = a.load_model_config()
     geometry, draft = a.geometry(model), a.load_draft_config(model)
     topology, slots = geometry.topology, a.cache_slots(geometry)
-    places = [topology.place_of(topology.rank_of(stage, 0, 0)) for stage in range(topology.stages)]
-    ranks = tuple(_rank(a, model, geometry, draft, place, memory is not None) for place in places)
+    if measured is not None:
+        ranks: tuple[RankCapacity, ...] = (_of_parts(geometry, measured.place, measured.parts),)
+    else:
+        places = [topology.place_of(topology.rank_of(stage, 0, 0)) for stage in range(topology.stages)]
+        ranks = tuple(_rank(a, model, geometry, draft, place, memory is not None) for place in places)
     if memory is None:
         blocks, _ = a.cache_size(geometry)
     else:
@@ -139,6 +150,10 @@ def _rank(
     if drafter := draft_weight_bytes(a, model, topology, place, draft):
         parts.append(Part("drafter's weights", drafter))
     parts += working_parts(a, model, topology, place, draft, gpu)
+    return _of_parts(geometry, place, parts)
+
+
+def _of_parts(geometry: Geometry, place: RankPlace, parts: Iterable[Part]) -> RankCapacity:
     block, slot = (_unit_bytes(geometry, place, kind) for kind in (PAGED, SLOT))
     return RankCapacity(place, tuple(part for part in parts if part.bytes), block, slot)
 

@@ -2,20 +2,20 @@
 
 import shlex
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from services.contracts import argument_rules as rules
 from services.contracts.arguments import EngineArguments
 from services.contracts.flags import FlagSet
-from services.contracts.topologies import TOPOLOGIES
+from services.contracts.topologies import TOPOLOGIES, TopologyName
 
 
 class MeshArguments(FlagSet):
     """The flags that `k3mesh up`, `check`, `plan` and `sim` share."""
 
-    topology: Literal["laptop", "laptop-tp2", "k3"] = Field(default="laptop", description="named argument sets of both engines")
+    topology: TopologyName = Field(default="laptop", description="named argument sets of both engines")
     model: str = Field(description="directory of the checkpoint (config.json and safetensors)")
     prefill: str = Field(default="", description='more flags of the prefill engine: --prefill="--max-num-seqs 8"')
     decode: str = Field(default="", description="more flags of the decode engine, likewise")

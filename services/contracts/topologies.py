@@ -2,6 +2,10 @@
 
 import shlex
 from dataclasses import dataclass
+from typing import Literal
+
+LocalTopology = Literal["laptop", "laptop-tp2", "one-gpu"]  # of one machine
+TopologyName = Literal["laptop", "laptop-tp2", "one-gpu", "k3"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +23,7 @@ class ArgumentSets:
 
 
 CPU = """
-    --dtype float32 --kv-cache-dtype float32
+    --device cpu --dtype float32 --kv-cache-dtype float32
     --attention-backend reference --kda-backend reference --moe-backend reference --all2all-backend gloo
     --max-model-len 2048 --disable-kvstore
 """
@@ -43,6 +47,11 @@ TOPOLOGIES = {
         " --deepep-mode normal --max-num-seqs 16 --chunked-prefill-size 256",
         "--disaggregation-mode decode --data-parallel-size 2 --expert-parallel-size 4"
         " --deepep-mode auto --max-num-seqs 16 --max-cudagraph-capture-size 8 --low-latency-max-num-tokens-per-gpu 64",
+    ),
+    "one-gpu": _sets(  # a rank of each engine on one GPU, each with half of it
+        "--device cuda --world-size 1 --gpu-memory-utilization 0.45 --max-model-len 8192 --disable-kvstore",
+        "--disaggregation-mode prefill --max-num-seqs 16 --chunked-prefill-size 4096",
+        "--disaggregation-mode decode --max-num-seqs 32 --max-cudagraph-capture-size 32 --retraction-snapshot-ratio 0.1",
     ),
     "k3": _sets(  # 64 GPUs: the deployment guide's sets, and the context length that it leaves open
         "--speculative-draft-model-path {model}/dspark --speculative-algorithm DSPARK --speculative-num-draft-tokens 8"

@@ -9,8 +9,7 @@ from services.contracts import argument_rules as rules
 from services.contracts.arguments import EngineArguments
 from services.contracts.capacity import EngineCapacity
 from services.contracts.mesh import MeshArguments
-from services.launch.fits import check_engines
-from services.launch.mesh import has_cuda
+from services.launch.fits import check_engines, has_cuda
 
 
 def main(argv: list[str]) -> int:

@@ -19,7 +19,7 @@ TINY_DSPARK = {
     "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 8, "q_lora_rank": 40, "kv_lora_rank": 24,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "markov_rank": 16,
 }  # fmt: skip
-PRESETS = {"tiny": TINY_DSPARK, "k3": K3_DSPARK}
+PRESETS = {"tiny": TINY_DSPARK, "k3": K3_DSPARK, "slim": {**K3_DSPARK, "num_hidden_layers": 2}}
 MASK_FROM_END = 3  # the mask token's place before the vocabulary's end
 
 

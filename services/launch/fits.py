@@ -18,11 +18,23 @@ def check_engines(engines: Sequence[EngineArguments]) -> list[EngineCapacity]:
     ConfigError names what does not."""
     for engine in engines:
         rules.check_files(engine)
-    found = [capacity_of(engine, gpu_memory() if rules.wants_gpu(engine) else None) for engine in engines]
+    found = [capacity_of(engine, _gpu_memory(engine)) for engine in engines]
     on_host = [it for it in found if it.memory is None]
     if on_host:
         check_host(on_host, on_host[0].arguments.node_rank, host_memory(), SERVICES * SERVICE_PROCESS)
     return found
+
+
+def has_cuda() -> bool:
+    """Whether an NVIDIA device is there, told without loading a framework."""
+    return Path("/dev/nvidiactl").exists()
+
+
+def _gpu_memory(engine: EngineArguments) -> int | None:
+    """Bytes of its GPU that one rank may take; None: it runs on the host. Workers measure what the GPU really has."""
+    if not rules.runs_on_gpu(engine, has_cuda()):
+        return None
+    return gpu_memory(utilization=engine.gpu_memory_utilization)
 
 
 def host_memory() -> int:

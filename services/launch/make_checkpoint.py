@@ -48,7 +48,8 @@ K3 = {
     "num_experts": 896, "num_experts_per_token": 16, "num_shared_experts": 2, "moe_intermediate_size": 3072,
     "routed_expert_hidden_size": 3584, "attn_res_block_size": 12, "max_position_embeddings": 1048576,
 }  # fmt: skip
-PRESETS = {"tiny": TINY, "k3": K3}
+SLIM = {**K3, "vocab_size": 32768, "num_hidden_layers": 5, "num_experts": 32, "attn_res_block_size": 2}  # K3's widths
+PRESETS = {"tiny": TINY, "k3": K3, "slim": SLIM}
 MAY_BE_ZERO = {"first_k_dense_replace"}
 DSPARK, NEXTN = "dspark", "nextn"
 
@@ -75,9 +76,11 @@ class Plan:
     tokenizer: bool
     max_shard_bytes: int
     draft: DraftPlan | None = None
+    device: str = "cpu"
 
     def record(self) -> dict[str, Any]:
-        own = {key: value for key, value in vars(self).items() if key != "draft"}
+        own = {key: value for key, value in vars(self).items() if key not in ("draft", "device")}
+        own |= {"device": self.device} if self.device != "cpu" else {}
         return {"version": RECORD_VERSION, **own, **({"draft": vars(self.draft)} if self.draft else {})}
 
 
@@ -108,6 +111,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("directory", help="where to write; must not exist, or be empty")
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="geometry that the flags below change")
     parser.add_argument("--seed", type=int, default=0, help="of the weights; equal arguments give equal bytes")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="what draws the weights; a GPU draws others, and much faster"
+    )
     parser.add_argument("--no-tokenizer", action="store_true", help="leave out tokenizer.json and tokenizer_config.json")
     parser.add_argument(
         "--max-shard-size", type=int, default=4096, metavar="MB", help="split the weights into files below this"
@@ -169,6 +175,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         not options.no_tokenizer and options.draft != DSPARK,
         options.max_shard_size * 10**6,
         _draft_plan(options, layers),
+        options.device,
     )
 
 
@@ -379,12 +386,12 @@ def _write_weights(directory: Path, specs: list[TensorSpec], plan: Plan) -> None
     """model.safetensors, or several files and their index."""
     shards = list(_shards(specs, plan.max_shard_bytes))
     if len(shards) == 1:
-        _write_safetensors(directory / "model.safetensors", shards[0], plan.seed)
+        _write_safetensors(directory / "model.safetensors", shards[0], plan)
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_safetensors(directory / name, shard, plan.seed)
+        _write_safetensors(directory / name, shard, plan)
         weight_map |= {spec.name: name for spec in shard}
     index = {"metadata": {"total_size": sum(spec.nbytes for spec in specs)}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_bytes(_json(index))
@@ -403,7 +410,7 @@ def _shards(specs: list[TensorSpec], limit: int) -> Iterator[list[TensorSpec]]:
     yield shard
 
 
-def _write_safetensors(path: Path, specs: list[TensorSpec], seed: int) -> None:
+def _write_safetensors(path: Path, specs: list[TensorSpec], plan: Plan) -> None:
     """The safetensors format: length of the header, header, data. Widest dtype first, so that every tensor is aligned."""
     ordered = sorted(specs, key=lambda spec: ("F32", "BF16", "U8").index(spec.dtype))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -418,9 +425,17 @@ def _write_safetensors(path: Path, specs: list[TensorSpec], seed: int) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for spec in ordered:
-            file.writelines(spec.blocks(seed))
+            file.writelines(_blocks(spec, plan))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _blocks(spec: TensorSpec, plan: Plan) -> Iterator[bytes]:
+    if plan.device == "cpu":
+        return spec.blocks(plan.seed)
+    from services.launch.cuda_tensors import blocks  # loads torch, which a CPU does not need here
+
+    return blocks(spec, plan.seed)
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from services.contracts.flags import refusal
 from services.contracts.mesh import MeshArguments
 from services.launch.child import Spec
 from services.launch.engine import GATEWAY, REDIS, engine_specs, lay_out, ports_needed, python_spec
-from services.launch.fits import check_engines
+from services.launch.fits import check_engines, has_cuda
 from services.launch.ports import free_ports, require_free
 from services.launch.state import StateDir
 from services.launch.supervisor import Group
@@ -130,11 +130,6 @@ def redis_spec(state: StateDir) -> Spec:
             writer.close()
 
     return Spec("redis", ("setpriv", "--pdeathsig", "KILL", "redis-server", str(config)), REDIS, probe=answers)
-
-
-def has_cuda() -> bool:
-    """Whether an NVIDIA device is there, told without loading a framework."""
-    return Path("/dev/nvidiactl").exists()
 
 
 def _literal(host: str) -> str:

@@ -6,7 +6,7 @@ k3mesh plan --disaggregation-mode decode --model DIR …   one engine, with the 
 """
 
 import json
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -15,6 +15,7 @@ from services.contracts.buffers import GIB, MIB
 from services.contracts.capacity import EngineCapacity, capacity_of
 from services.contracts.machine import MachineArguments
 from services.contracts.mesh import MeshArguments
+from services.contracts.topologies import TopologyName
 from services.launch.child import ROOT
 from services.launch.fits import host_memory
 
@@ -24,7 +25,7 @@ K3_FOLDER = str(ROOT / "models" / "k3")
 class PlanArguments(MachineArguments, MeshArguments):
     """k3mesh plan, for both engines of a named topology."""
 
-    topology: Literal["laptop", "laptop-tp2", "k3"] = Field(default="k3", description="named argument sets of both engines")
+    topology: TopologyName = Field(default="k3", description="named argument sets of both engines")
     model: str = Field(default=K3_FOLDER, description="directory with config.json; Kimi K3's if unset")
 
 

@@ -14,8 +14,7 @@ from services.contracts import argument_rules as rules
 from services.contracts.arguments import EngineArguments
 from services.contracts.flags import Address, Words, refusal
 from services.launch.engine import engine_specs, lay_out, ports_needed
-from services.launch.fits import check_engines
-from services.launch.mesh import has_cuda
+from services.launch.fits import check_engines, has_cuda
 from services.launch.ports import require_free
 from services.launch.state import StateDir
 from services.launch.supervisor import Group, Supervisor

@@ -18,6 +18,7 @@ from services.contracts.capacity import capacity_of
 from services.contracts.flags import refusal
 from services.contracts.machine import MachineArguments
 from services.contracts.mesh import MeshArguments
+from services.contracts.topologies import TopologyName
 from services.simulate import constants, plots, workload
 from services.simulate.costs import Costs
 from services.simulate.kernels import KernelCosts
@@ -33,7 +34,7 @@ PARTITIONS = "--partitions"
 class SimArguments(MachineArguments, MeshArguments):
     """k3mesh sim."""
 
-    topology: Literal["laptop", "laptop-tp2", "k3"] = Field(default="k3", description="named argument sets of both engines")
+    topology: TopologyName = Field(default="k3", description="named argument sets of both engines")
     model: str = Field(
         default="", description="directory with config.json; Kimi K3's, or the demo model's on a laptop, if unset"
     )

@@ -1,8 +1,8 @@
 """One lockstep decode round of this rank's replica: every live place gets its next token, or with a drafter its next tokens.
 
 A place is a row of the state tensors, which live on the device thread; plans carry changes only. One more row is the null
-place (null block, slot 0, position 0): padding rows are copies of it, so a padded row cannot look alive. The buffers that
-the model reads have fixed addresses and are filled for each round, so that a round can be captured and replayed.
+place (null block, slot 0, position 0): padding rows are copies of it, so a padded row cannot look alive. State is kept on the
+host; the rows of a round go to the device by one copy, and its results come back by one. What lies between is round_part.
 
 A round evaluates each place's window, the anchor and what was drafted behind it: verify, commit of the rows that count, then
 the drafter's own rows and the next window (spec speculation §7). The plan says how wide: how many rows of a window are
@@ -14,20 +14,21 @@ import time
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from k3mesh.errors import Internal
 from services.contracts.geometry import blocks_for, rows_ahead, verify_widths
 from services.contracts.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT
 from services.worker.cache.image import ImagePool
-from services.worker.model.batch import ForwardBatch, cache_slots
+from services.worker.device import CPU
+from services.worker.model.batch import cache_slots
 from services.worker.model.decoder import DecoderStage
+from services.worker.round_part import CapturedRounds, EagerRounds, RoundPart, Rounds, RoundShape
+from services.worker.round_rows import RoundRows, Rows
 from services.worker.speculative.backlog import Backlog
-from services.worker.speculative.capture import Capture
 from services.worker.speculative.drafter import Drafter, Steps
-from services.worker.speculative.sampling import Sampling
-from services.worker.speculative.verify import accepted, choose
+from services.worker.speculative.sampling import Sampling, check_finite
+from services.worker.speculative.verify import choose
 from services.worker.wire import (
     BlockDelta,
     Command,
@@ -59,22 +60,28 @@ class DecodeReplica:
         vocab_size: int,
         drafter: Drafter | None = None,
         images: ImagePool | None = None,
+        device: torch.device = CPU,
     ):
         assert (verify_width > 1) == (drafter is not None), "a window needs a drafter"
-        self._stage, self._drafter, self._images = stage, drafter, images
+        self._drafter, self._images = drafter, images
         self._backlog = Backlog(drafter) if drafter is not None else None
         self._replica, self._places, self._width, self._vocab = replica, places, verify_width, vocab_size
         columns = blocks_for(max_model_len + WIDTHS_PAST_END * verify_width)
-        self._state = _Rows(places + 1, columns, verify_width)
+        self._state = Rows(places + 1, columns, verify_width)
         self._counts = [0] * places  # blocks in each table
         self._windows = [0] * places  # tokens in each window
         self._sampling: list[Sampling | None] = [None] * places  # None: the place is empty
-        self._buffers = _Rows(places, columns, verify_width)
-        self._context = torch.zeros(places, dtype=torch.int32)
-        self._fresh = torch.zeros(places, dtype=torch.bool)
-        self._shapes = {width: _Shape(places, width) for width in verify_widths(verify_width)}
+        self._rows = RoundRows(places, columns, verify_width, device)
+        self._widths = verify_widths(verify_width)
+        self.part = RoundPart(stage, drafter, self._rows, verify_width, device)
+        self._eager: Rounds = EagerRounds(self.part)
+        self._graphs: CapturedRounds | None = None
         self._rounds, self._tokens, self._drafted, self._accepted = 0, 0, 0, 0
         self._retracted, self._restored = 0, 0
+
+    def replay(self, graphs: CapturedRounds) -> None:
+        """From now on rounds that they cover are run by them, where the plan lets them."""
+        self._graphs = graphs
 
     def counters(self) -> dict[str, int]:
         counters = {
@@ -206,78 +213,54 @@ class DecodeReplica:
         if plan.bucket == 0:  # nobody lives on any replica: the plan only cleared places
             return RoundResult(plan.round_id, self._replica, (), started, started)
         self._check_widths(plan)
-        batch = self._fill(live, plan.bucket, plan.width, plan.mode)
-        capture = self._capture(plan, len(batch.tokens))
-        hidden = self._stage.forward(batch, None, _no_barrier, capture.take if capture is not None else None)
-        assert isinstance(hidden, Tensor), "decode has one stage"
-        rows = torch.tensor(live, dtype=torch.long)
-        chosen = self._choose(hidden, positions, rules, plan.width)
-        counts = accepted(self._state.windows[rows, : plan.width], chosen)
-        windows = chosen.gather(1, counts.unsqueeze(1) - 1)  # the new anchors
-        taken = F.pad(counts, (0, plan.bucket - len(live)), value=1)
-        if batch.verify:
-            self._stage.commit(batch, taken)
-        if capture is not None and self._puts_off(plan):
-            self._put_off(batch, hidden, capture, chosen, positions)
-        elif capture is not None:
-            windows = torch.cat([windows, self._draft(plan, batch, hidden, capture, chosen, taken)], 1)
-        self._state.positions[rows] += counts
-        self._state.windows[rows, : windows.shape[1]] = windows
-        for place in live:
-            self._windows[place] = windows.shape[1]
-        return self._result(plan, chosen.tolist(), counts.tolist(), windows.tolist(), started)
+        rows = torch.tensor([*live, *[self._places] * (plan.bucket - len(live))])
+        self._rows.fill(self._state, rows)
+        shape = self._shape_of(plan)
+        if self._backlog is not None and not shape.puts_off:
+            self._backlog.settle()  # before the rows that come behind those that it has
+        rounds = self._eager
+        if plan.mode is Mode.LOW_LATENCY_GRAPH and self._graphs is not None and self._graphs.covers(shape):
+            rounds = self._graphs
+        logits = rounds.evaluate(shape).unflatten(0, (-1, plan.width))
+        settled = rounds.settle(shape, choose(logits, rules, positions))
+        if shape.puts_off:
+            self._put_off(live, settled.inputs, positions)
+        return self._read(plan, settled.results, started)
 
-    def _choose(self, hidden: Tensor, positions: list[int], rules: list[Sampling], width: int) -> Tensor:
-        """The target's token after each row of the live places, [live, w]. Collective over TP, which has one batch."""
-        if not rules:
-            return torch.zeros(0, width, dtype=torch.long)
-        logits = self._stage.logits(hidden[: len(rules) * width]).unflatten(0, (-1, width))
-        return choose(logits, rules, positions)
+    def _shape_of(self, plan: RoundPlan) -> RoundShape:
+        proposals = plan.proposals if plan.live else 0  # nobody waits for this replica's
+        most = plan.most_proposals if self._drafter is not None and self._drafter.collective else proposals
+        puts_off = self._drafter is not None and plan.width == 1 and not most
+        mode = "extend" if plan.mode is Mode.NORMAL_EAGER else "decode"
+        return RoundShape(plan.bucket, plan.width, Steps(proposals, most), puts_off, mode)
 
-    def _puts_off(self, plan: RoundPlan) -> bool:
-        """Whether nobody drafts after this round with this replica, which verifies nothing either."""
-        collective = self._drafter is not None and self._drafter.collective
-        return plan.width == 1 and not (plan.most_proposals if collective else plan.proposals)
-
-    def _capture(self, plan: RoundPlan, rows: int) -> Capture | None:
-        if self._drafter is None:
-            return None
-        return self._drafter.watch() if self._puts_off(plan) else self._drafter.begin(rows, None)
-
-    def _put_off(self, batch: ForwardBatch, hidden: Tensor, capture: Capture, chosen: Tensor, positions: list[int]) -> None:
-        """The drafter's rows come later; chosen [live, 1]."""
-        assert self._drafter is not None and self._backlog is not None
-        if live := len(positions):
-            inputs = self._drafter.inputs(capture, hidden, chosen.flatten())
-            rows = tuple(it[:live] for it in inputs)
-            self._backlog.add(rows, batch.positions[:live], batch.write_slots[:live])
+    def _put_off(self, live: tuple[int, ...], inputs: tuple[Tensor, ...], positions: list[int]) -> None:
+        """The drafter's rows of a round in which nobody drafts are written later."""
+        assert self._backlog is not None
+        if live:
+            at = torch.tensor(positions)
+            slots = cache_slots(self._state.tables[list(live)], at.unsqueeze(1)).squeeze(1)
+            self._backlog.add(tuple(it[: len(live)].clone() for it in inputs), at, slots)
         if any((position + 1) % BLOCK_TOKENS == 0 for position in positions):
             self._backlog.settle()  # another request may find the block that is full now
 
-    def _draft(
-        self, plan: RoundPlan, batch: ForwardBatch, hidden: Tensor, capture: Capture, chosen: Tensor, taken: Tensor
-    ) -> Tensor:
-        """Rows and proposals, [live, proposals]; chosen [live, w], taken [bucket] rows that count of each place."""
-        assert self._drafter is not None and self._backlog is not None
-        self._backlog.settle()
-        live = len(chosen)
-        following = F.pad(chosen, (0, 0, 0, len(taken) - live)).flatten()
-        heads = batch.cu_seqlens[:-1].long() + taken - 1
-        steps = Steps(plan.proposals, plan.most_proposals)
-        return self._drafter.draft(batch, hidden, capture, following, heads, steps)[:live]
-
-    def _result(
-        self, plan: RoundPlan, chosen: list[list[int]], counts: list[int], windows: list[list[int]], started: float
-    ) -> RoundResult:
+    def _read(self, plan: RoundPlan, results: Tensor, started: float) -> RoundResult:
+        """The one wait for the device. Places move on by what counted."""
+        read, places = results[: len(plan.live)].cpu(), list(plan.live)
+        chosen, counts, windows = read.split([plan.width, 1, read.shape[1] - plan.width - 1], dim=1)
+        check_finite(chosen.flatten().tolist())
+        self._state.positions[places] += counts.squeeze(1)
+        self._state.windows[places, : windows.shape[1]] = windows
+        for place in places:
+            self._windows[place] = windows.shape[1]
+        moved = int(counts.sum())
         self._rounds += 1
-        self._tokens += sum(counts)
-        self._drafted += (plan.width - 1) * len(counts)
-        self._accepted += sum(counts) - len(counts)
-        results = tuple(
-            PlaceTokens(place, tuple(tokens[:count]), tuple(window))
-            for place, tokens, count, window in zip(plan.live, chosen, counts, windows, strict=True)
-        )
-        return RoundResult(plan.round_id, self._replica, results, started, time.time())
+        self._tokens += moved
+        self._drafted += (plan.width - 1) * len(places)
+        self._accepted += moved - len(places)
+        rows = zip(places, chosen.tolist(), counts.flatten().tolist(), windows.tolist(), strict=True)
+        tokens = tuple(PlaceTokens(place, tuple(it[:count]), tuple(window)) for place, it, count, window in rows)
+        return RoundResult(plan.round_id, self._replica, tokens, started, time.time())
 
     def _check_live(self, place: int) -> int:
         """The position of its anchor."""
@@ -293,71 +276,9 @@ class DecodeReplica:
 
     def _check_widths(self, plan: RoundPlan) -> None:
         short = [place for place in plan.live if self._windows[place] < plan.width]
-        known = plan.width in self._shapes and plan.proposals + 1 in self._shapes
+        known = plan.width in self._widths and plan.proposals + 1 in self._widths
         if not known or short or not plan.proposals <= plan.most_proposals < self._width:
             raise Internal(
                 f"round {plan.round_id}: width {plan.width}, then {plan.proposals} proposals, at most {plan.most_proposals}; "
-                f"replica {self._replica} has widths {list(self._shapes)}, and windows too short at places {short}"
+                f"replica {self._replica} has widths {list(self._widths)}, and windows too short at places {short}"
             )
-
-    def _fill(self, live: tuple[int, ...], bucket: int, width: int, mode: Mode) -> ForwardBatch:
-        """The buffers' first `bucket` places, `width` rows each: the live ones in plan order, then padding."""
-        null, shape = self._places, self._shapes[width]
-        rows = torch.tensor([*live, *[null] * (bucket - len(live))])
-        self._buffers.copy_from(self._state, rows)
-        tables = self._buffers.tables[:bucket]
-        positions = shape.positions[:bucket]
-        torch.add(self._buffers.positions[:bucket].unsqueeze(1), shape.offsets, out=positions)
-        shape.tokens[:bucket] = self._buffers.windows[:bucket, :width]
-        shape.write_slots[:bucket] = cache_slots(tables, positions)
-        self._context[:bucket] = self._buffers.positions[:bucket] + width
-        return ForwardBatch(
-            mode="extend" if mode is Mode.NORMAL_EAGER else "decode",
-            tokens=shape.tokens[:bucket].flatten(),
-            positions=positions.flatten(),
-            cu_seqlens=shape.lengths[: bucket + 1],
-            context_lens=self._context[:bucket],
-            block_tables=tables,
-            write_slots=shape.write_slots[:bucket].flatten(),
-            slots=self._buffers.slots[:bucket],
-            fresh=self._fresh[:bucket],
-            verify=width > 1,
-        )
-
-
-class _Shape:
-    """What a round of one width reads row by row, of n places: tokens, positions and write slots [n, w] int64."""
-
-    def __init__(self, n: int, width: int):
-        self.tokens = torch.zeros(n, width, dtype=torch.int64)
-        self.positions = torch.zeros(n, width, dtype=torch.int64)
-        self.write_slots = torch.zeros(n, width, dtype=torch.int64)
-        self.lengths = torch.arange(n + 1, dtype=torch.int32) * width
-        self.offsets = torch.arange(width)
-
-
-class _Rows:
-    """State of n places: block table [n, columns] int32, slot and anchor's position [n], window [n, w] int64; zero is the null
-    place."""
-
-    def __init__(self, n: int, columns: int, width: int):
-        self.tables = torch.zeros((n, columns), dtype=torch.int32)
-        self.slots = torch.zeros(n, dtype=torch.int64)
-        self.positions = torch.zeros(n, dtype=torch.int64)
-        self.windows = torch.zeros((n, width), dtype=torch.int64)
-
-    def reset(self, row: int) -> None:
-        for tensor in (self.tables, self.slots, self.positions, self.windows):
-            tensor[row] = 0
-
-    def copy_from(self, other: "_Rows", rows: Tensor) -> None:
-        """This one's first len(rows) rows := rows of the other."""
-        n = len(rows)
-        torch.index_select(other.tables, 0, rows, out=self.tables[:n])
-        torch.index_select(other.slots, 0, rows, out=self.slots[:n])
-        torch.index_select(other.positions, 0, rows, out=self.positions[:n])
-        torch.index_select(other.windows, 0, rows, out=self.windows[:n])
-
-
-def _no_barrier(step: int) -> None:
-    """A decode round produces for nobody: caches leave this engine never."""

@@ -15,9 +15,17 @@ from services.worker.parallel.pipeline import Pipeline
 class StageBoundary:
     """One rank's ends of the boundaries around its stage. Device thread only; EngineLost when a neighbour is late or gone."""
 
-    def __init__(self, pipeline: Pipeline, model: ModelConfig, place: RankPlace, dtype: torch.dtype, context: int = 0):
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        model: ModelConfig,
+        place: RankPlace,
+        dtype: torch.dtype,
+        context: int = 0,
+        device: torch.device | str = "cpu",
+    ):
         """`context`: width of the drafter's sum, 0 without one."""
-        self._pipeline = pipeline
+        self._pipeline, self._device = pipeline, device
         self._hidden = model.hidden_size
         self._closed = model.closed_blocks_before(place.window.start)
         self._dtype = dtype
@@ -27,12 +35,13 @@ class StageBoundary:
         """The state of `rows` rows from the stage before, None on the first stage. Waits for it."""
         if self._pipeline.is_first:
             return None
-        prefix = torch.empty((rows, self._hidden), dtype=self._dtype)
-        blocks = torch.empty((self._closed, rows, self._hidden), dtype=self._dtype)
+        prefix = torch.empty((rows, self._hidden), dtype=self._dtype, device=self._device)
+        blocks = torch.empty((self._closed, rows, self._hidden), dtype=self._dtype, device=self._device)
         if not self._context:
             self._pipeline.recv_prev(prefix, blocks)
             return Hop(prefix, blocks)
-        total = torch.empty((rows, self._context), dtype=torch.float32)  # of this chunk alone: it is added to in place
+        # Of this chunk alone: it is added to in place.
+        total = torch.empty((rows, self._context), dtype=torch.float32, device=self._device)
         self._pipeline.recv_prev(prefix, blocks, total)
         return Hop(prefix, blocks, total)
 

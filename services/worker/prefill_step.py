@@ -8,6 +8,7 @@ it drafts behind the token that was sampled (spec speculation §10).
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from services.contracts.barriers import ChunkStarted, FieldsReady, ForgetLocal, 
 from services.contracts.geometry import blocks_for
 from services.contracts.ids import BLOCK_TOKENS, NULL_BLOCK, NULL_SLOT, TOKEN_BYTES
 from services.worker.cache.slots import SlotStates
+from services.worker.device import CPU, synchronize, upload
 from services.worker.hop import StageBoundary
 from services.worker.model.batch import ForwardBatch, Hop
 from services.worker.model.decoder import DecoderStage
@@ -49,7 +51,7 @@ class PrefillStage:
     """One rank of a prefill engine. `producer_steps` counts the stage's steps (geometry.producer_steps), `post` tells the
     agent, `interval` is how many producer steps share a barrier, 0 for one barrier at the end. `drafter` is this rank's part
     of one, None without; the windows that leave with a prompt have `verify_width` tokens. `states` copies KDA states from slot
-    to slot of this stage."""
+    to slot of this stage. `post` is called when the notice is true on the device's order of work (device.in_device_order)."""
 
     def __init__(
         self,
@@ -63,7 +65,9 @@ class PrefillStage:
         interval: int,
         verify_width: int = 1,
         drafter: Drafter | None = None,
+        device: torch.device = CPU,
     ):
+        self._device = device
         self._stage, self._boundary, self._post, self._drafter = stage, boundary, post, drafter
         self._states = states
         self._index, self._producer_steps, self._interval = index, producer_steps, interval
@@ -104,6 +108,7 @@ class PrefillStage:
         for row in step.rows:
             if row.save_slot != NULL_SLOT:
                 self._states.copy(row.slot, row.save_slot)
+        synchronize(self._device)
         ended = time.time()
         if isinstance(out, Hop):
             self._boundary.send(capture.onto(out) if capture is not None else out)
@@ -146,16 +151,20 @@ class PrefillStage:
         positions = torch.cat([torch.arange(row.start, row.end) for row in rows])
         sequence = torch.repeat_interleave(torch.tensor(lengths))
         blocks = tables[sequence, positions // BLOCK_TOKENS].long()
+
+        def there(values: Tensor) -> Tensor:
+            return upload(values, self._device)
+
         return ForwardBatch(
             mode="extend",
-            tokens=_tokens(rows),
-            positions=positions,
-            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
-            context_lens=torch.tensor([row.end for row in rows], dtype=torch.int32),
-            block_tables=tables,
-            write_slots=blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS,
-            slots=torch.tensor([row.slot for row in rows]),
-            fresh=torch.tensor([row.start == 0 for row in rows]),
+            tokens=there(_tokens(rows)),
+            positions=there(positions),
+            cu_seqlens=there(torch.tensor([0, *lengths]).cumsum(0).int()),
+            context_lens=there(torch.tensor([row.end for row in rows], dtype=torch.int32)),
+            block_tables=there(tables),
+            write_slots=there(blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS),
+            slots=there(torch.tensor([row.slot for row in rows])),
+            fresh=there(torch.tensor([row.start == 0 for row in rows])),
         )
 
     def _first_tokens(
@@ -169,13 +178,14 @@ class PrefillStage:
         """Last stage: sample where a prompt ends, draft behind it, and hand it over. Every tensor-parallel rank computes the
         same. Chunks that end no prompt go to the drafter too: it keeps a cache of its own."""
         ends = [index for index, row in enumerate(rows) if row.last]
-        tokens = self._sample(rows, batch, hidden, ends)
+        bounds = list(accumulate(row.end - row.start for row in rows))
+        heads = upload(torch.tensor([bounds[index] - 1 for index in ends], dtype=torch.long), self._device)
+        tokens = self._sample(rows, hidden, ends, heads)
         windows = [(token,) for token in tokens]
         if self._drafter is not None:
             assert capture is not None
-            heads = batch.cu_seqlens[1:].long()[ends] - 1
             most = max((rows[index].proposals for index in ends), default=0)
-            following = _following(rows, batch, tokens)
+            following = self._following(rows, batch, bounds, tokens)
             proposals = self._drafter.draft(batch, hidden, capture, following, heads, Steps(most, most)).tolist()
             padding = [PADDING] * (self._verify_width - 1 - most)
             windows = [(token, *drafted, *padding) for token, drafted in zip(tokens, proposals, strict=True)]
@@ -187,14 +197,22 @@ class PrefillStage:
             done.append(FirstToken(room, token, window))
         return tuple(done)
 
-    def _sample(self, rows: tuple[ChunkRow, ...], batch: ForwardBatch, hidden: Tensor, ends: list[int]) -> list[int]:
+    def _sample(self, rows: tuple[ChunkRow, ...], hidden: Tensor, ends: list[int], heads: Tensor) -> list[int]:
         if not ends:
             return []
         rules = [rows[index].sampling for index in ends]
         if None in rules:
             raise Internal("the last chunk of a prompt came without sampling parameters")
-        logits = self._stage.logits(hidden[batch.cu_seqlens[1:].long()[ends] - 1])
+        logits = self._stage.logits(hidden[heads])
         return sample(logits, [rule for rule in rules if rule is not None], [rows[index].end for index in ends])
+
+    def _following(self, rows: tuple[ChunkRow, ...], batch: ForwardBatch, bounds: list[int], sampled: list[int]) -> Tensor:
+        """[T] the token after each row: the prompt's, and at its end the one that was sampled."""
+        ends = iter(sampled)
+        last = torch.tensor([next(ends) if row.last else row.next_token for row in rows])
+        following = batch.tokens.roll(-1)
+        following[upload(torch.tensor(bounds) - 1, self._device)] = upload(last, self._device)
+        return following
 
     def _forget(self, rooms: tuple[int, ...]) -> None:
         for room in rooms:
@@ -222,15 +240,6 @@ def _tokens(rows: tuple[ChunkRow, ...]) -> Tensor:
     """[T] int64 of the rows' ids, little-endian uint32 each."""
     ids = torch.frombuffer(bytearray(b"".join(row.tokens for row in rows)), dtype=torch.uint32)
     return ids.long()
-
-
-def _following(rows: tuple[ChunkRow, ...], batch: ForwardBatch, sampled: list[int]) -> Tensor:
-    """[T] the token after each row: the prompt's, and at its end the one that was sampled."""
-    ends = iter(sampled)
-    last = torch.tensor([next(ends) if row.last else row.next_token for row in rows])
-    following = batch.tokens.roll(-1)
-    following[batch.cu_seqlens[1:].long() - 1] = last
-    return following
 
 
 def _local_row(row: ChunkRow) -> LocalRow:

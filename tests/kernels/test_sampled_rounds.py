@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.worker import decode_round
+from services.worker import decode_round, round_part
 from services.worker.decode_round import DecodeReplica
 from services.worker.speculative.drafter import Steps
 from services.worker.speculative.nextn import NoCapture
@@ -148,17 +148,17 @@ class Threshold:
         return right_accepted(windows, chosen)
 
 
-right_choose, right_accepted = decode_round.choose, decode_round.accepted
+right_choose, right_accepted = decode_round.choose, round_part.accepted
 
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
 def test_a_wrong_acceptance_rule_does_not_pass(law: tuple[float, int, float], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(decode_round, "accepted", accept_all)
+    monkeypatch.setattr(round_part, "accepted", accept_all)
     found, limit = statistic(law, likeliest, batches=16)
     assert found > 2 * limit
     wrong = Threshold()
     monkeypatch.setattr(decode_round, "choose", wrong.choose)
-    monkeypatch.setattr(decode_round, "accepted", wrong.accepted)
+    monkeypatch.setattr(round_part, "accepted", wrong.accepted)
     found, limit = statistic(law, likeliest, batches=16)
     assert found > 2 * limit
 

@@ -1,7 +1,7 @@
 """A target with its drafter in one process: every rank of a topology as a thread (tests.lib.golden.Engine)."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, repeat
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.ops import Ops
 from services.contracts.barriers import Notice
 from services.contracts.draft import Draft, parse_draft_config, parse_nextn_config
 from services.contracts.geometry import BLOCK_TOKENS, Geometry, blocks_for
@@ -21,6 +22,7 @@ from services.worker.cache.image import ImagePool
 from services.worker.cache.pools import allocate
 from services.worker.cache.slots import SlotStates
 from services.worker.decode_round import DecodeReplica
+from services.worker.device import CPU
 from services.worker.hop import StageBoundary
 from services.worker.model.backends import choose_draft_ops, choose_ops, op_geometry
 from services.worker.model.batch import ForwardBatch, Hop
@@ -28,6 +30,7 @@ from services.worker.model.decoder import DecoderStage
 from services.worker.model.loader import load_stage_weights
 from services.worker.parallel.experts import GlooExperts
 from services.worker.parallel.groups import Groups, join
+from services.worker.parallel.sole import SoleExperts
 from services.worker.prefill_step import PrefillStage
 from services.worker.speculative.build import build_drafter
 from services.worker.speculative.capture import Capture
@@ -160,6 +163,8 @@ class ForcedDrafter:
         self, batch: ForwardBatch, hidden: Tensor, capture: Capture, following: Tensor, heads: Tensor, steps: Steps
     ) -> Tensor:
         proposals = self._drafter.draft(batch, hidden, capture, following, heads, steps)
+        if not self.hits:
+            return proposals
         for row, (head, sequence) in enumerate(zip(heads.tolist(), sequence_of(batch, heads).tolist(), strict=True)):
             slot, anchor = int(batch.slots[sequence]), int(batch.positions[head]) + 1
             if not self.hits.get(slot):
@@ -179,7 +184,9 @@ class SpeculativeRank:
 
     def __init__(
         self, target: Path, folder: Path | None, algorithm: str = "DSPARK", width: int = 8, groups: Groups | None = None,
+        device: torch.device = CPU, change: Callable[[Ops], Ops] | None = None,
     ):  # fmt: skip
+        """`change` makes of the CPU's ops those that the model gets, whose experts then are all here in all modes."""
         torch.set_num_threads(1)
         model = self.model = golden_model(str(target))
         topology, dtype = topology_of(model, dp=groups.ep.size if groups else 1), torch.float32
@@ -190,19 +197,32 @@ class SpeculativeRank:
             place_fields(
                 geometry, place, engine_id="test", engine_epoch=1, model_fingerprint="", num_blocks=self.BLOCKS,
                 num_slots=self.SLOTS, verify_width=width,
-            )
+            ),
+            device,
         )  # fmt: skip
         self.caches = self.pools.caches
         groups = groups or join(topology, 0, "")
         ops, _ = choose_ops(model, topology, "cpu", dtype, dtype)
-        experts = GlooExperts(groups.ep, model.num_experts, 64)
-        weights = load_stage_weights(target, model, topology, place, dtype)
+        ops = change(ops) if change else ops
+        experts = SoleExperts() if change else GlooExperts(groups.ep, model.num_experts, 64)
+        weights = load_stage_weights(target, model, topology, place, dtype, device)
         stage = DecoderStage(model, topology, place, weights, self.caches, groups.tp, experts, ops)
         self.forced: ForcedDrafter | None = None
         if draft is not None and folder is not None:
             draft_ops, _ = choose_draft_ops(ops, op_geometry(model, topology, dtype, dtype), draft, topology, "cpu", "auto")
             drafter = build_drafter(
-                folder, draft, model, topology, place, stage, self.caches, groups.tp, experts, draft_ops, dtype
+                folder,
+                draft,
+                model,
+                topology,
+                place,
+                stage,
+                self.caches,
+                groups.tp,
+                experts,
+                change(draft_ops) if change else draft_ops,
+                dtype,
+                device,
             )
             assert drafter is not None
             self.forced = ForcedDrafter(drafter, model.vocab_size)
@@ -211,13 +231,14 @@ class SpeculativeRank:
         self.prefill = PrefillStage(
             stage, StageBoundary(groups.pipeline, model, place, dtype), self.notices.append, index=0,
             states=SlotStates(self.caches), producer_steps=len(geometry.producer_steps(0)), interval=1,
-            verify_width=self.width, drafter=self.forced,
+            verify_width=self.width, drafter=self.forced, device=device,
         )  # fmt: skip
         self.images = ImagePool(self.caches, self.IMAGES, groups.tp)
         self.decode = DecodeReplica(
             stage, replica=0, places=self.PLACES, max_model_len=1024, verify_width=self.width,
-            vocab_size=model.vocab_size, drafter=self.forced, images=self.images,
+            vocab_size=model.vocab_size, drafter=self.forced, images=self.images, device=device,
         )  # fmt: skip
+        self.mode = Mode.LOW_LATENCY_EAGER
         self._steps, self._rounds = 0, 0
 
     def start(self, job: "Job", chunks: Sequence[int] = (), proposals: int | None = None) -> FirstToken:
@@ -250,8 +271,8 @@ class SpeculativeRank:
         """One round of `width`, which drafts for one of `following`, both full unless told; `widest` is that of any replica."""
         live = tuple(sorted(job.place for job in jobs))
         self._rounds += 1
-        mode, bucket, proposals = Mode.LOW_LATENCY_EAGER, self.PLACES, (following or self.width) - 1
-        head = (self._rounds, bucket, mode, tuple(installs), tuple(clears), (), live)
+        bucket, proposals = self.PLACES, (following or self.width) - 1
+        head = (self._rounds, bucket, self.mode, tuple(installs), tuple(clears), (), live)
         widths = (width or self.width, proposals, max(proposals, widest - 1))
         return self.decode.execute(RoundPlan(*head, *widths, tuple(retracts), tuple(restores)))
 

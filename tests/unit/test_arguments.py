@@ -262,6 +262,16 @@ def test_what_this_version_or_machine_cannot_do_is_refused_before_a_start(words:
         rules.check_runnable(parse(*D, words), cuda=False)
 
 
+def test_the_device_is_what_is_asked_for_or_a_gpu_where_one_is():
+    for words, without, having in (("", False, True), ("--device cpu", False, False), ("--device cuda", True, True)):
+        a = parse(*D, words)
+        assert (rules.runs_on_gpu(a, cuda=False), rules.runs_on_gpu(a, cuda=True)) == (without, having)
+    with pytest.raises(ConfigError, match=r"--device cuda: this machine has no NVIDIA GPU; give cpu or auto"):
+        rules.check_runnable(parse(*D, "--device cuda"), cuda=False)
+    with pytest.raises(ConfigError, match=r"--moe-backend marlin: needs an NVIDIA GPU, and --device is cpu; use reference"):
+        rules.check_runnable(parse(*D, "--device cpu --moe-backend marlin"), cuda=True)
+
+
 def test_the_image_pool_is_a_share_of_the_cache_and_without_one_every_place_has_an_image(drafter: str):
     def pool(words: str, role: str = DECODE) -> int:
         a = parse(COMMON, role, drafter, "--num-blocks 1001 --num-slots 33 --max-num-seqs 128", words)

@@ -11,13 +11,14 @@ from services.contracts.arguments import EngineArguments
 from services.contracts.buffers import (
     GIB,
     MIB,
+    Part,
     compact_rows,
     low_latency_bytes,
     low_latency_hidden,
     normal_bytes,
     replay_row_bytes,
 )
-from services.contracts.capacity import GPUS, EngineCapacity, capacity_of, check_host, weight_bytes
+from services.contracts.capacity import GPUS, EngineCapacity, Measured, capacity_of, check_host, weight_bytes
 from services.contracts.mesh import MeshArguments
 from services.contracts.topology import Topology
 from tests.lib.k3 import K3_FOLDER, k3_model
@@ -187,3 +188,15 @@ def test_plan_prints_each_part_and_the_same_bytes_as_json(capsys: pytest.Capture
     for engine in (prefill, decode):
         assert all(rank["total"] == sum(rank["parts"].values()) + rank["cache"] <= engine["memory"] for rank in engine["ranks"])
     assert GPUS["h200"] > USABLE
+
+
+def test_what_a_rank_has_measured_takes_the_place_of_what_is_computed():
+    _, a = engines()
+    memory = 100 * GIB
+    measured = Measured(decode().ranks[0].place, (Part("weights", 60 * GIB), Part("a largest batch", 3 * GIB)))
+    found = capacity_of(a, memory, measured)
+    (rank,) = found.ranks
+    assert rank.fixed == 63 * GIB
+    assert 0 <= memory - found.total(rank) < rank.block_bytes
+    with pytest.raises(ConfigError, match=r"beside weights 60\.0 GiB, a largest batch 3\.0 GiB"):
+        capacity_of(a, 66 * GIB, measured)

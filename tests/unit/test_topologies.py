@@ -32,11 +32,18 @@ def test_named_topologies_have_their_documented_shape(name: str, prefill: object
     engines = MeshArguments.parse(["--topology", name, "--model", str(checkpoint)]).engines()
     shapes = [engine.topology(engine.load_model_config()) for engine in engines]
     assert [(t.stages, t.dp_size, t.tp_size, t.ep_size) for t in shapes] == [prefill, decode]
-    assert all(engine.compute_dtype == engine.cache_dtype == "float32" for engine in engines)
+    assert all(engine.compute_dtype == engine.cache_dtype == "float32" and engine.device == "cpu" for engine in engines)
+
+
+def test_one_gpu_is_shared_by_a_rank_of_each_engine(checkpoint: Path):
+    engines = MeshArguments.parse(["--topology", "one-gpu", "--model", str(checkpoint)]).engines()
+    assert [engine.topology(engine.load_model_config()).world_size for engine in engines] == [1, 1]
+    assert all(engine.device == "cuda" for engine in engines)
+    assert sum(engine.gpu_memory_utilization for engine in engines) < 1
 
 
 def test_every_named_topology_is_tested_above():
-    assert set(TOPOLOGIES) == {"laptop", "laptop-tp2", "k3"}
+    assert set(TOPOLOGIES) == {"laptop", "laptop-tp2", "one-gpu", "k3"}
 
 
 def test_more_flags_reach_one_engine_and_win(checkpoint: Path):
@@ -51,7 +58,7 @@ def test_more_flags_reach_one_engine_and_win(checkpoint: Path):
         (["--decode=--tp 2 --expert-parallel-size 4"], "--attn-tp-size 1: must be the same on both engines, decode has 2"),
         (["--prefill=--max-num-sequences 3"], "--max-num-sequences: unknown flag; did you mean --max-num-seqs"),
         (["--prefill=--pp-layer-partition 4,3,3,4"], "--pp-layer-partition 4,3,3,4: sums to 14, the model has 13"),
-        (["--topology", "desktop"], "--topology desktop: no such choice; give one of laptop, laptop-tp2, k3"),
+        (["--topology", "desktop"], "--topology desktop: no such choice; give one of laptop, laptop-tp2, one-gpu, k3"),
     ],
 )
 def test_a_mesh_that_could_not_work_is_refused(more: list[str], refusal: str, checkpoint: Path):

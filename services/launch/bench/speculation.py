@@ -25,6 +25,7 @@ from k3mesh.errors import MeshError
 from services.contracts.flags import FlagSet, Integers, refusal
 from services.contracts.geometry import verify_widths
 from services.contracts.mesh import MeshArguments
+from services.contracts.topologies import LocalTopology
 from services.launch import up
 from services.launch.bench.load import Pass, Prompt, drive
 from services.launch.child import ROOT
@@ -67,7 +68,7 @@ class SpeculationArguments(FlagSet):
     concurrency: int = Field(default=4, ge=1, description="prompts at a time")
     repeats: int = Field(default=3, ge=1, description="how often each mesh answers all prompts; medians are told")
     pairs: int = Field(default=1, ge=1, description="pairs of meshes, one after the other, each with all the repeats")
-    topology: Literal["laptop", "laptop-tp2"] = Field(default="laptop", description="as of `k3mesh up`")
+    topology: LocalTopology = Field(default="laptop", description="as of `k3mesh up`")
     prefill: str = Field(default="", description="more flags of both prefill engines, as of `k3mesh up`")
     decode: str = Field(default="", description="more flags of both decode engines, likewise")
     as_json: bool = Field(default=False, description="print one JSON object instead of a table")

@@ -34,7 +34,8 @@ class ImagePool:
         self._slots, state_bytes = _fields(slots)
         self.state_blocks = -(-state_bytes // max(1, self.block_bytes))
         self._tp = tp
-        pinned = any(pool.is_cuda for pool in paged)
+        self._device = next((pool.device for pool in paged), torch.device("cpu"))
+        pinned = self._device.type == "cuda"
         self._memory = torch.empty((blocks, self.block_bytes), dtype=torch.uint8, pin_memory=pinned)
         self._state = torch.empty((self.state_blocks, self.block_bytes), dtype=torch.uint8, pin_memory=pinned)
 
@@ -65,7 +66,7 @@ class ImagePool:
 
     def acknowledge(self, round_id: int, copies: int) -> None:
         """Every rank of the replica has done the round's copies, as many as this one. Collective over TP."""
-        told = self._tp.all_gather(torch.tensor([[round_id, copies]]))
+        told = self._tp.all_gather(torch.tensor([[round_id, copies]], device=self._device))
         if not bool((told == told[:1]).all()):
             raise Internal(f"the ranks of a replica copied different images: {told.tolist()} (round, images) by rank")
 

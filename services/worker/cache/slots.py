@@ -1,5 +1,9 @@
 """KDA states of one stage, as wholes: what a checkpoint of the prefix cache is."""
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from services.worker.model.batch import LayerCaches
 
 
@@ -13,3 +17,12 @@ class SlotStates:
         """The recurrent state and convolution history of every layer."""
         for pool in self._pools:
             pool[target] = pool[source]
+
+    def read(self, slots: Tensor) -> list[Tensor]:
+        """Of each field, those of slots [n] int64, [n, ...]."""
+        return [pool[slots] for pool in self._pools]
+
+    def write(self, slots: Tensor, states: Sequence[Tensor]) -> None:
+        """The way back."""
+        for pool, state in zip(self._pools, states, strict=True):
+            pool[slots] = state

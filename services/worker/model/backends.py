@@ -1,12 +1,13 @@
 """From the backend flags to the ops that a rank runs."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
 from k3mesh.errors import ConfigError
 from kernels.ops import OpGeometry, Ops
-from kernels.registry import CANDIDATES, BackendUnusable, Choice, bundle, resolve
+from kernels.registry import CANDIDATES, REFERENCE, BackendUnusable, Choice, bundle, resolve
 from services.contracts.draft import Draft, DraftConfig
 from services.contracts.model import ModelConfig
 from services.contracts.topology import Topology
@@ -18,6 +19,8 @@ FLAG_OF = {
     "kda_extend": "kda_backend",
     "prepare_experts": "moe_backend",
 }
+# Ops whose reference implementation asks the host for a length: a round with one of them cannot be captured.
+HOST_BOUND = ("mla_decode", "mla_block", "kda_decode", "kda_verify", "kda_commit", "prepare_experts")
 DRAFT_OPS = ("mla_extend", "mla_decode", "mla_block")  # a drafter's own; it shares the others with the target
 
 
@@ -64,6 +67,11 @@ def choose_draft_ops(
         flag = "drafter_attention_backend"
         raise ConfigError(f"--{flag.replace('_', '-')} {backend}: {error}", param=flag) from error
     return replace(ops, **{choice.op: choice.implementation for choice in choices}), choices
+
+
+def host_bound(choices: Iterable[Choice]) -> list[str]:
+    """Those of the chosen ops that keep a decode round from being captured."""
+    return [it.op for it in choices if it.backend == REFERENCE and it.op in HOST_BOUND]
 
 
 def op_geometry(model: ModelConfig, topology: Topology, dtype: torch.dtype, cache_dtype: torch.dtype) -> OpGeometry:

@@ -62,7 +62,7 @@ class KdaAttention:
 
     def commit(self, batch: ForwardBatch, accepted: Tensor) -> None:
         """Moves each slot on by the first accepted[b] rows of the verify round that this layer ran last; accepted [B] int64."""
-        rows, self._verified = self._verified, None
+        rows = self._verified
         assert rows is not None, "commit follows a verify round"
         self._ops.kda_commit(
             rows.qkv,

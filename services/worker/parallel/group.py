@@ -16,14 +16,24 @@ Result = TypeVar("Result")
 class Pending:
     """A transfer under way. It keeps its tensors alive; wait() returns when they may be used again."""
 
-    def __init__(self, group: "Group", what: str, work: Work | None, tensors: Sequence[torch.Tensor]):
-        self._group, self._what, self._work, self._tensors = group, what, work, tensors
+    def __init__(
+        self,
+        group: "Group",
+        what: str,
+        work: Work | None,
+        tensors: Sequence[torch.Tensor],
+        arrives: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ):
+        """`arrives`: (to, from) memory that is copied in the end."""
+        self._group, self._what, self._work, self._tensors, self._arrives = group, what, work, tensors, arrives
 
     def wait(self) -> None:
         """Block until done. EngineLost: a peer died or the group's deadline passed."""
         work, self._work = self._work, None
         if work is not None:
             self._group.run(self._what, lambda: work.wait(self._group.timeout))
+            if self._arrives is not None:
+                self._arrives[0].copy_(self._arrives[1])
 
 
 class Group:
@@ -31,7 +41,7 @@ class Group:
 
     Rows travel as bytes, so every dtype arrives bit for bit, and one primitive, the all-to-all, carries every collective:
     gloo's other algorithms are slower at the sizes of a decode round and reduce in an order that depends on an element's
-    place in the tensor.
+    place in the tensor. A GPU's rows go by way of the host.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, store: Store | None, hostname: str, timeout_s: float):
@@ -58,22 +68,23 @@ class Group:
         if self._gloo is None:
             out.copy_(rows)
             return Pending(self, what, None, ())
-        gloo, sent, received = self._gloo, _bytes(rows), _bytes(out)
+        gloo, sent, received = self._gloo, _bytes(rows).cpu(), _host_twin(_bytes(out))
         work = self.run(what, lambda: gloo.alltoall_base(received, sent, list(out_splits), list(splits)))
-        return Pending(self, what, work, (received, sent))
+        return Pending(self, what, work, (received, sent), _arrival(out, received))
 
     def send(self, tensor: torch.Tensor, peer: int) -> Pending:
         """Start sending to group rank `peer`, which must receive a tensor of the same shape and dtype."""
         assert self._gloo is not None, f"group {self.name} has no peer"
-        gloo, sent = self._gloo, _bytes(tensor.contiguous())
+        gloo, sent = self._gloo, _bytes(tensor.contiguous()).cpu()
         return Pending(self, f"send to rank {self.ranks[peer]}", self.run("send", lambda: gloo.send([sent], peer, 0)), (sent,))
 
     def receive(self, out: torch.Tensor, peer: int) -> Pending:
         """Start receiving from group rank `peer` into `out` (contiguous)."""
         assert self._gloo is not None, f"group {self.name} has no peer"
-        gloo, received = self._gloo, _bytes(out)
+        gloo, received = self._gloo, _host_twin(_bytes(out))
         what = f"receive from rank {self.ranks[peer]}"
-        return Pending(self, what, self.run(what, lambda: gloo.recv([received], peer, 0)), (received,))
+        work = self.run(what, lambda: gloo.recv([received], peer, 0))
+        return Pending(self, what, work, (received,), _arrival(out, received))
 
     def run(self, what: str, call: Callable[[], Result]) -> Result:
         """Run one gloo call; whatever ends it early is EngineLost, for the engine is the unit of failure."""
@@ -94,3 +105,12 @@ class Group:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous [n, ...] tensor's memory as [n, bytes of a row] uint8."""
     return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:])).view(torch.uint8)
+
+
+def _host_twin(memory: torch.Tensor) -> torch.Tensor:
+    """Where gloo may write what is meant for `memory`: there itself if it is on the host."""
+    return memory if memory.device.type == "cpu" else torch.empty_like(memory, device="cpu")
+
+
+def _arrival(out: torch.Tensor, received: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return None if out.device == received.device else (_bytes(out), received)

@@ -37,6 +37,20 @@ class Groups:
     pipeline: Pipeline
     stages: Group
     store: Store | None
+    rank: int
+    world_size: int
+
+    def least(self, what: str, value: int, seconds: float) -> int:
+        """The smallest that any rank of the engine says, each once. EngineLost if one does not within so many seconds."""
+        if self.store is None:
+            return value
+        self.store.set(f"{what}-{self.rank}", str(value))
+        keys = [f"{what}-{peer}" for peer in range(self.world_size)]
+        try:
+            self.store.wait(keys, timedelta(seconds=seconds))
+            return min(int(self.store.get(key)) for key in keys)
+        except DistError as error:
+            raise EngineLost(f"{_missing(self.store, keys)} did not tell its {what} within {seconds:g} s") from error
 
     def close(self) -> None:
         for group in (self.tp.group, self.ep, self.stages):
@@ -72,7 +86,8 @@ def join(
     place = topology.place_of(rank)
     stages = group("stages", [topology.rank_of(stage, place.dp, place.tp) for stage in range(topology.stages)])
     tp = GlooTensorParallel(group("tp", topology.tp_group(rank)))
-    return Groups(epoch, tp, group("ep", topology.ep_group(rank)), Pipeline(stages), stages, store)
+    ep = group("ep", topology.ep_group(rank))
+    return Groups(epoch, tp, ep, Pipeline(stages), stages, store, rank, topology.world_size)
 
 
 def _address(text: str) -> tuple[str, int]:

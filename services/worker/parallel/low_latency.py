@@ -60,7 +60,7 @@ def dispatch(
     expert = local[source, row, k]
     counts = torch.bincount(expert, minlength=num_local)
     position = _positions(expert, source, counts, group.size, permutation)
-    x = torch.full((num_local, int(counts.max()), z.shape[1]), torch.nan, dtype=z.dtype)
+    x = torch.full((num_local, int(counts.max()), z.shape[1]), torch.nan, dtype=z.dtype, device=z.device)
     x[expert, position] = latent[source, row]
     return Received(x, counts.int()), Handle(source, row, expert, position)
 
@@ -70,16 +70,16 @@ def combine(group: Group, y: torch.Tensor, ids: torch.Tensor, weights: torch.Ten
     of weight * y in float32, rounded once; 0 for a row without a route."""
     owners = torch.where(ids < 0, -1, ids // y.shape[0])
     routes = [(owners == rank).nonzero() for rank in range(group.size)]  # by owner, then row, then k: as the owner has them
-    back = torch.empty(sum(len(part) for part in routes), y.shape[2], dtype=y.dtype)
+    back = torch.empty(sum(len(part) for part in routes), y.shape[2], dtype=y.dtype, device=y.device)
     sent = torch.bincount(handle.source, minlength=group.size).tolist()
     group.exchange(
         back, y[handle.expert, handle.position], [len(part) for part in routes], sent, "low-latency combine"
     ).wait()  # fmt: skip
 
     row, k = torch.cat(routes).unbind(1)
-    outputs = torch.zeros(*ids.shape, y.shape[2])
+    outputs = torch.zeros(*ids.shape, y.shape[2], device=y.device)
     outputs[row, k] = back.float()
-    total = torch.zeros(ids.shape[0], y.shape[2])
+    total = torch.zeros(ids.shape[0], y.shape[2], device=y.device)
     for j in range(ids.shape[1]):
         total += weights[:, j, None] * outputs[:, j]
     return total.to(y.dtype)
@@ -89,7 +89,7 @@ def _frame(capacity: int, call: int, z: torch.Tensor, ids: torch.Tensor) -> torc
     """[1, bytes]: header, C rows of ids, C rows of latent; only the first s of each are filled."""
     rows = z.shape[0]
     id_bytes, latent_bytes = 8 * ids.shape[1], z.element_size() * z.shape[1]
-    frame = torch.zeros(1, HEADER + capacity * (id_bytes + latent_bytes), dtype=torch.uint8)
+    frame = torch.zeros(1, HEADER + capacity * (id_bytes + latent_bytes), dtype=torch.uint8, device=z.device)
     head, routes, latent = frame[0].split([HEADER, capacity * id_bytes, capacity * latent_bytes])
     head.copy_(torch.tensor([call, rows]).view(torch.uint8))
     routes.view(capacity, id_bytes)[:rows] = ids.view(torch.uint8)
@@ -126,5 +126,5 @@ def _positions(
         order = order[torch.argsort(expert[order], stable=True)]
     starts = torch.cumsum(counts, dim=0) - counts
     positions = torch.empty_like(expert)
-    positions[order] = torch.arange(len(expert)) - starts[expert[order]]
+    positions[order] = torch.arange(len(expert), device=expert.device) - starts[expert[order]]
     return positions

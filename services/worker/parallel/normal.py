@@ -45,7 +45,7 @@ def dispatch(
 
     order = torch.cat(sent)
     frames = _pack(z[order], ids[order], weights[order])
-    arrived = torch.empty(sum(received_splits), frames.shape[1], dtype=torch.uint8)
+    arrived = torch.empty(sum(received_splits), frames.shape[1], dtype=torch.uint8, device=z.device)
     pending = group.exchange(arrived, frames, received_splits, splits, "dispatch")
     if overlap is not None:
         overlap()
@@ -61,9 +61,9 @@ def dispatch(
 def combine(group: Group, y: torch.Tensor, handle: Handle) -> torch.Tensor:
     """y [m, H], weighted and summed over the rank's routes, in received order -> [s, H]: for each row the sum over ranks,
     ascending, in float32, rounded once; 0 for a row without a route."""
-    back = torch.empty(sum(handle.splits), y.shape[1], dtype=y.dtype)
+    back = torch.empty(sum(handle.splits), y.shape[1], dtype=y.dtype, device=y.device)
     group.exchange(back, y.contiguous(), handle.splits, handle.received_splits, "combine").wait()
-    total = torch.zeros(handle.rows, y.shape[1], dtype=torch.float32)
+    total = torch.zeros(handle.rows, y.shape[1], dtype=torch.float32, device=y.device)
     for rows, part in zip(handle.sent, back.split(handle.splits), strict=True):
         total[rows] += part.float()  # a row occurs once in a rank's part
     return total.to(y.dtype)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from services.contracts.ids import BLOCK_TOKENS
+from services.worker.device import upload
 from services.worker.speculative.drafter import Drafter
 
 ROUNDS = 16  # K3: 5 taps of 14 KiB, 16 rounds of 32 requests are 35 MiB
@@ -21,8 +22,8 @@ class _Round:
     """One row of each of n requests."""
 
     inputs: tuple[Tensor, ...]  # of Drafter.inputs, [n, ...] each
-    positions: Tensor  # [n] int64
-    write_slots: Tensor  # [n] int64
+    positions: Tensor  # [n] int64, on the host
+    write_slots: Tensor  # [n] int64, likewise
 
 
 class Backlog:
@@ -37,8 +38,8 @@ class Backlog:
         return sum(len(it.positions) for it in self._rounds)
 
     def add(self, inputs: tuple[Tensor, ...], positions: Tensor, write_slots: Tensor) -> None:
-        """A round's rows, none of which was added before. Positions and slots may change after the call, inputs must not."""
-        self._rounds.append(_Round(inputs, positions.clone(), write_slots.clone()))
+        """A round's rows, none of which was added before. Positions and slots are on the host; nothing may change after it."""
+        self._rounds.append(_Round(inputs, positions, write_slots))
         if len(self._rounds) == ROUNDS:
             self.settle()
 
@@ -46,15 +47,16 @@ class Backlog:
         """Write all of them. May be collective over TP, like Drafter.write."""
         if self._rounds:
             inputs = tuple(torch.cat(parts) for parts in zip(*(it.inputs for it in self._rounds), strict=True))
-            positions = torch.cat([it.positions for it in self._rounds])
-            self._drafter.write(inputs, positions, torch.cat([it.write_slots for it in self._rounds]))
+            rows = (torch.cat([getattr(it, name) for it in self._rounds]) for name in ("positions", "write_slots"))
+            positions, write_slots = (upload(it, inputs[0].device) for it in rows)
+            self._drafter.write(inputs, positions, write_slots)
             self._rounds.clear()
 
     def forget(self, blocks: Tensor) -> None:
         """The rows of these blocks will not be written: they may belong to somebody else by now."""
         kept = [(it, ~torch.isin(it.write_slots // BLOCK_TOKENS, blocks)) for it in self._rounds]
         self._rounds = [
-            _Round(tuple(rows[stays] for rows in it.inputs), it.positions[stays], it.write_slots[stays])
+            _Round(tuple(rows[stays.to(rows.device)] for rows in it.inputs), it.positions[stays], it.write_slots[stays])
             for it, stays in kept
             if bool(stays.any())
         ]

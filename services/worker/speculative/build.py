@@ -32,6 +32,7 @@ def build_drafter(
     experts: ExpertDispatcher,
     ops: Ops,
     dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> Drafter | None:
     """The rank's part after its target stage is loaded, None where it has none. ConfigError as load_dspark and load_nextn.
 
@@ -47,12 +48,14 @@ def build_drafter(
     pools = [caches.draft[layer] for layer in sorted(caches.draft)]
     if isinstance(draft, DraftConfig):
         part, share = DraftPart.of(draft, topology, place), Share(place.tp, topology.tp_size)
-        weights = load_dspark(Path(folder), draft, part, share, dtype)
-        network = K3DSparkModel(draft, taps_in(draft.taps(topology.num_layers), place.window), weights, pools, tp, ops)
+        weights = load_dspark(Path(folder), draft, part, share, dtype, device)
+        taps = taps_in(draft.taps(topology.num_layers), place.window)
+        network = K3DSparkModel(draft, taps, weights, pools, tp, ops, device)
         network.configure_target(stage)
         return DSparkDrafter(network, DSparkContextProducer(network, first=place.stage == 0))
     if not last:
         return None
-    layer = NextNModel(model, load_nextn(Path(folder), draft, model, topology, place, dtype), pools[0], tp, experts, ops)
+    weights = load_nextn(Path(folder), draft, model, topology, place, dtype, device)
+    layer = NextNModel(model, weights, pools[0], tp, experts, ops)
     layer.configure_target(stage)
     return NextNDrafter(layer)

@@ -54,13 +54,17 @@ class DSparkContextProducer:
         if self._first:
             if incoming is not None:
                 raise Internal("the first stage was sent a context sum", detail="CTX_ACC")
-            return ContextSum(self._model, torch.zeros(wanted, dtype=torch.float32))
+            return ContextSum(self._model, self.empty(rows))
         if incoming is None or incoming.dtype != torch.float32 or tuple(incoming.shape) != wanted:
             found = "none" if incoming is None else f"{incoming.dtype} {list(incoming.shape)}"
             raise Internal(
                 f"the context sum from the stage before is {found}, expected float32 {list(wanted)}", detail="CTX_ACC"
             )
         return ContextSum(self._model, incoming)
+
+    def empty(self, rows: int) -> Tensor:
+        """A sum to which no tap has been added: [rows, d] float32."""
+        return torch.zeros((rows, self._model.width), dtype=torch.float32, device=self._model.device)
 
     def write(self, context: ContextSum, positions: Tensor, write_slots: Tensor) -> None:
         """The complete sum of T rows becomes every draft layer's cache rows of positions [T] (last stage). Overwrites what a

@@ -5,7 +5,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.ops import BLOCK_ROWS
 from services.worker.model.batch import ForwardBatch, Hop
 from services.worker.speculative.capture import Capture
 from services.worker.speculative.context_producer import ContextSum, DSparkContextProducer, TapRows
@@ -29,6 +28,10 @@ class Drafter(Protocol):
     """
 
     collective: bool  # whether all replicas of the engine draft together
+
+    def context_rows(self, rows: int) -> Tensor | None:
+        """What comes to a later stage beside the target's state of a batch of `rows` rows, not yet filled; None for nothing."""
+        ...
 
     def begin(self, rows: int, hop: Hop | None) -> Capture:
         """Before the target's stage runs a batch of `rows` rows that came with `hop`."""
@@ -67,6 +70,9 @@ class DSparkDrafter:
     def __init__(self, model: K3DSparkModel, producer: DSparkContextProducer):
         self._model, self._producer = model, producer
 
+    def context_rows(self, rows: int) -> Tensor:
+        return self._producer.empty(rows)
+
     def begin(self, rows: int, hop: Hop | None) -> ContextSum:
         return self._producer.begin(rows, hop)
 
@@ -76,8 +82,8 @@ class DSparkDrafter:
         assert isinstance(capture, ContextSum)
         # Before the block, whose rows take the place of rejected ones.
         self._producer.write(capture, batch.positions, batch.write_slots)
-        if not steps.proposals or not bool((batch.write_slots[heads] >= BLOCK_ROWS).any()):
-            return heads.new_zeros(len(heads), steps.proposals)  # nobody else waits for this replica's block
+        if not steps.proposals or not len(heads):
+            return heads.new_zeros(len(heads), steps.proposals)
         tables = batch.block_tables[sequence_of(batch, heads)]
         return self._model.propose(following[heads], batch.positions[heads] + 1, tables, steps.proposals)
 

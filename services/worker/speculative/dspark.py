@@ -30,10 +30,12 @@ class K3DSparkModel:
         caches: list[Tensor],
         tp: TensorParallel,
         ops: Ops,
+        device: torch.device | str = "cpu",
     ):
         """Takes every tensor out of `weights` (of load_dspark). taps: this stage's; caches: one [blocks, 128, 1, row] for each
         draft layer on the last stage, none elsewhere."""
         self.width = draft.hidden_size
+        self.device = torch.device(device)
         self._draft, self._taps, self._tp, self._ops = draft, taps, tp, ops
         self._fc_norm = {tap.index: weights.pop(f"fc_norm.{tap.index}.weight") for tap in taps if draft.fc_norm}
         self._project = {tap.index: weights.pop(f"context_proj.{tap.index}") for tap in taps}
@@ -42,7 +44,7 @@ class K3DSparkModel:
         self._embed: Callable[[Tensor], Tensor] | None = None if own is None else Embedding(own, tp)
         self._head: Callable[[Tensor], Tensor] | None = None
         if caches:
-            frequency = self._frequency = frequencies(draft.rope, draft.qk_rope_head_dim)
+            frequency = self._frequency = frequencies(draft.rope, draft.qk_rope_head_dim).to(self.device)
             self._kv_a = weights.pop("kv_a_proj.weight")  # of all layers, one below the other
             kv_a = self._kv_a.unflatten(0, (draft.num_hidden_layers, draft.mla_row))
             self._layers = [

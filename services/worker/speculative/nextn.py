@@ -99,6 +99,9 @@ class NextNDrafter:
     def __init__(self, model: NextNModel):
         self._model = model
 
+    def context_rows(self, rows: int) -> None:
+        return None
+
     def begin(self, rows: int, hop: Hop | None) -> NoCapture:
         return NoCapture()
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from k3mesh.errors import Internal
+from services.worker.device import upload
 
+NOT_FINITE = -1  # in a token's place, where its logits are not
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
 MASS_ERROR = 1e-6  # of a sum of probabilities that stem from float32 logits
@@ -33,26 +35,36 @@ def sample(logits: Tensor, rules: Sequence[Sampling], positions: Sequence[int]) 
 
     Raises Internal if logits are not finite: no token would mean anything.
     """
-    if not rules:
-        return []
-    # A row's sum is finite only if all its entries are (finite float32 entries cannot overflow a float64 sum).
-    if not bool(torch.isfinite(logits.sum(-1, dtype=torch.float64)).all()):
-        raise Internal("the logits of a request are not finite; the checkpoint or a kernel is broken")
-    tokens: list[int] = logits.argmax(-1).tolist()  # the smallest id where several are largest
-    drawn = [row for row, rule in enumerate(rules) if rule.temperature > 0]
-    if drawn:
-        law = distribution(logits[drawn], [rules[row] for row in drawn])
-        coins = torch.tensor([coin(rules[row].seed, positions[row]) for row in drawn], dtype=torch.float64)
-        for row, token in zip(drawn, _invert(law, coins.to(law.device)).tolist(), strict=True):
-            tokens[row] = token
+    tokens: list[int] = draw(logits, rules, positions).tolist()
+    check_finite(tokens)
     return tokens
+
+
+def check_finite(tokens: Sequence[int]) -> None:
+    """Internal if a token was to be drawn from logits that are not finite."""
+    if NOT_FINITE in tokens:
+        raise Internal("the logits of a request are not finite; the checkpoint or a kernel is broken")
+
+
+def draw(logits: Tensor, rules: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """`sample` on the device, which nobody waits for here: [R] int64, NOT_FINITE where logits are not finite. Rows behind the
+    last rule belong to nobody; they get some token."""
+    # A row's sum is finite only if all its entries are (finite float32 entries cannot overflow a float64 sum).
+    finite = torch.isfinite(logits.sum(-1, dtype=torch.float64))
+    tokens = logits.argmax(-1)  # the smallest id where several are largest
+    if drawn := [row for row, rule in enumerate(rules) if rule.temperature > 0]:
+        rows = upload(torch.tensor(drawn), logits.device)
+        coins = torch.tensor([coin(rules[row].seed, positions[row]) for row in drawn], dtype=torch.float64)
+        law = distribution(logits[rows].nan_to_num(), [rules[row] for row in drawn])
+        tokens[rows] = _invert(law, upload(coins, logits.device))
+    return torch.where(finite, tokens, NOT_FINITE)
 
 
 def distribution(logits: Tensor, rules: Sequence[Sampling]) -> Tensor:
     """The law of each row's token, all temperatures above 0. [R, V] -> [R, V] float64, rows sum to 1."""
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(-1)
+        return upload(torch.tensor(values, dtype=torch.float64), logits.device).unsqueeze(-1)
 
     vocab = logits.shape[-1]
     temperature = column([rule.temperature for rule in rules])

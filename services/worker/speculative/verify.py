@@ -8,19 +8,17 @@ token has the law P without t: this is point-mass rejection sampling whose accep
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from services.worker.speculative.sampling import Sampling, sample
+from services.worker.speculative.sampling import Sampling, draw
 
 
 def choose(logits: Tensor, rules: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
     """The target's token after each row: logits [B, w, V] float32 of rows at positions[b] .. positions[b] + w - 1 ->
-    [B, w] int64. Internal if logits are not finite."""
+    [B, w] int64, NOT_FINITE where logits are not finite. Windows behind the last rule belong to nobody."""
     width = logits.shape[1]
     after = [position + row + 1 for position in positions for row in range(width)]
-    tokens = sample(logits.flatten(0, 1), [rule for rule in rules for _ in range(width)], after)
-    return torch.tensor(tokens, dtype=torch.long, device=logits.device).view(-1, width)
+    return draw(logits.flatten(0, 1), [rule for rule in rules for _ in range(width)], after).view(-1, width)
 
 
 def accepted(windows: Tensor, chosen: Tensor) -> Tensor:
