@@ -3,7 +3,7 @@ come back on the same stream. One scheduler drives a worker for its whole epoch:
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from k3mesh.errors import BadRequest, EngineLost, Internal, MeshError
@@ -20,9 +20,16 @@ HELLO_S = 10.0  # from the opening of a stream to its first command
 class Control(worker_pb2_grpc.WorkerControlServicer):
     """`leader` is None on a tensor-parallel peer, which takes its commands from its leader and only answers Inspect here."""
 
-    def __init__(self, engine: Engine, leader: Leader | None, hello: wire.WorkerHello, startup_timeout: float):
+    def __init__(
+        self,
+        engine: Engine,
+        leader: Leader | None,
+        hello: wire.WorkerHello,
+        startup_timeout: float,
+        memory_peak: Callable[[], int] | None = None,
+    ):
         self._engine, self._leader, self._hello = engine, leader, hello
-        self._startup_timeout = startup_timeout
+        self._startup_timeout, self._memory_peak = startup_timeout, memory_peak
         self._fence = 0
         self._driver: str | None = None
         self._ready = False
@@ -71,7 +78,7 @@ class Control(worker_pb2_grpc.WorkerControlServicer):
                 "pending_steps": self._engine.pending,
                 "tasks": int(self._reader is not None and not self._reader.done()),
             },
-            totals=self._engine.totals(),
+            totals=self._engine.totals() | ({"memory_peak_bytes": self._memory_peak()} if self._memory_peak else {}),
             ready=self._ready,
             not_ready_reason="" if self._ready else "this rank is still starting",
         )

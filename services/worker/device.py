@@ -2,6 +2,7 @@
 read."""
 
 import queue
+import resource
 import threading
 from collections.abc import Callable
 
@@ -37,6 +38,13 @@ def synchronize(device: torch.device) -> None:
     """Return when all that is queued has been done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def memory_peak(device: torch.device, pools: int) -> int:
+    """Bytes that this process has had at most: of its GPU, `pools` beside what torch manages; on a CPU, of the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) + pools
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class DeviceOrder:

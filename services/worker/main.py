@@ -10,6 +10,7 @@ from functools import partial
 from services.contracts.arguments import WorkerArguments
 from services.runtime.process import Process, run
 from services.worker.cache.export import AgentLink
+from services.worker.device import memory_peak
 from services.worker.engine import Engine
 from services.worker.rank_build import Plan, build, hello, runner
 from services.worker.serving import Rank, serve
@@ -27,7 +28,9 @@ async def _rank(plan: Plan, engine: Engine, stack: AsyncExitStack) -> Rank:
     stack.callback(built.pools.close)
     agent = await AgentLink.open(a.agent_socket, built.pools, a.startup_timeout)
     stack.callback(agent.close)
-    return Rank(hello(plan, built), await engine.call(lambda: runner(plan, built, agent)), agent.watch)
+    run = await engine.call(lambda: runner(plan, built, agent))
+    pools = sum(arena.length for arena in built.pools.placement.arenas)
+    return Rank(hello(plan, built), run, agent.watch, lambda: memory_peak(plan.device, pools))
 
 
 if __name__ == "__main__":

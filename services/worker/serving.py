@@ -26,11 +26,13 @@ GRACE_S = 2.0  # for what is queued, and for the last report to leave
 
 @dataclass(frozen=True)
 class Rank:
-    """What a process serves. `watch` ends, by a MeshError, when something beside the device is lost."""
+    """What a process serves. `watch` ends, by a MeshError, when something beside the device is lost; `memory_peak` tells the
+    bytes that the rank has had at most."""
 
     hello: wire.WorkerHello
     runner: Runner
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None
+    memory_peak: Callable[[], int] | None = None
 
 
 Build = Callable[[Engine, AsyncExitStack], Awaitable[Rank]]
@@ -56,7 +58,7 @@ async def _serve(process: Process, a: WorkerArguments, group: Sequence[int], bui
         engine = Engine(a.cpu_threads)
         stack.push_async_callback(engine.close, GRACE_S)
         rank = await build(engine, stack)
-        control = Control(engine, leader, rank.hello, a.startup_timeout)
+        control = Control(engine, leader, rank.hello, a.startup_timeout, rank.memory_peak)
         # A peer computes what its leader reports.
         engine.start(rank.runner, control.deliver if leader is not None else None)
         server = RpcServer(

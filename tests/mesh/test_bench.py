@@ -158,3 +158,21 @@ def test_control_prints_what_rounds_cost_and_leaves_nothing(folder: Path):
     assert [(it["replicas"], it["requests"]) for it in result["planning"]] == [(2, 6), (64, 64), (64, 192)]
     assert_nothing_left(folder)
     assert_no_child(run.pid)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(120)
+def test_serve_tells_each_level_and_leaves_nothing(folder: Path):
+    words = ["--concurrency", "1,3", "--requests", "4", "--input-tokens", "40", "--output-tokens", "6", "--json"]
+    run = bench(folder, "serve", *words)
+    printed, told = run.communicate(timeout=110)
+    assert run.returncode == 0, told
+    served = json.loads(printed)
+    assert [(level["concurrency"], level["requests"]) for level in served["levels"]] == [(1, 4), (3, 4)]
+    for level in served["levels"]:
+        assert level["output_tokens_per_s"] == pytest.approx(4 * 6 / level["seconds"], rel=1e-2)
+        assert level["input_tokens_per_s"] == pytest.approx(4 * 40 / level["seconds"], rel=1e-2)
+        assert 0 < level["time_to_first_token"]["p50"] <= level["time_to_first_token"]["p99"]
+        assert level["time_per_token"]["mean"] > 0 and level["acceptance_length"] == 1
+    assert len(served["memory_peak_bytes"]) == 6 and min(served["memory_peak_bytes"].values()) > 0
+    assert_nothing_left(folder)
