@@ -19,6 +19,7 @@ COMMANDS = {
     "check": Command("services.launch.check", "check flags offline and print the plan"),
     "plan": Command("services.launch.plan", "each rank's memory, part by part, and what fits"),
     "sim": Command("services.simulate.main", "a mesh in virtual time: latency, throughput and utilisation of 64 GPUs and more"),
+    "validate": Command("services.launch.validate.main", "the deployment guide's validation steps, with a report"),
     "make-checkpoint": Command("services.launch.make_checkpoint", "write a random K3 checkpoint"),
     "bench": Command("services.launch.bench.main", "measure; `k3mesh bench --help` lists what"),
 }

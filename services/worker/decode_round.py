@@ -100,6 +100,8 @@ class DecodeReplica:
             "retractions": self._retracted,
             "restores": self._restored,
         }
+        if self._graphs is not None:
+            totals |= self._graphs.totals()
         if self._drafter is not None:
             totals |= {"tokens_drafted": self._drafted, "tokens_accepted": self._accepted}
         return totals

@@ -22,6 +22,10 @@ class CheckedRounds:
         self._addresses = graphs.addresses()
         self._before: Any = None
         self._logits: Tensor | None = None
+        self.rounds, self.worst = 0, 0.0  # compared so far, and their largest difference
+
+    def totals(self) -> dict[str, int]:
+        return {"graph_rounds_checked": self.rounds, "graph_worst_difference_ppm": round(self.worst * 1e6)}
 
     def covers(self, shape: RoundShape) -> bool:
         return self._graphs.covers(shape)
@@ -47,6 +51,7 @@ class CheckedRounds:
         counted = shape.width + 1  # the proposals behind it may differ where the drafter is undecided
         if not torch.equal(results[live, :counted], again.results[live, :counted]):
             raise Internal(f"a replayed round of {shape} counts {results[live].tolist()}, eager {again.results[live].tolist()}")
+        self.rounds += 1
         for index, (replayed, eager) in enumerate(zip(after, self._states.read(slots), strict=True)):
             self._compare(shape, f"KDA state {index}", replayed[live], eager[live])
         return again
@@ -56,5 +61,6 @@ class CheckedRounds:
             return
         scale = eager.float().square().mean().sqrt() + 1e-30
         error = float((replayed.float() - eager.float()).square().mean().sqrt() / scale)
+        self.worst = max(self.worst, error)
         if not error <= TOLERANCE:
             raise Internal(f"a replayed round of {shape} differs from an eager one in its {what} by {error:.2g} of their size")

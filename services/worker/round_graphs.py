@@ -107,6 +107,9 @@ class GraphRounds:
             seconds=round(time.monotonic() - started, 1),
         )
 
+    def totals(self) -> dict[str, int]:
+        return {"graphs": len(self._first) + len(self._second)}
+
     def covers(self, shape: RoundShape) -> bool:
         return shape in self._second
 

@@ -66,6 +66,8 @@ class CapturedRounds(Rounds, Protocol):
 
     def covers(self, shape: RoundShape) -> bool: ...
 
+    def totals(self) -> dict[str, int]: ...
+
 
 class RoundPart:
     """Both halves as functions, over the rows that the host fills."""

@@ -68,7 +68,7 @@ class DSparkDrafter:
     collective = False
 
     def __init__(self, model: K3DSparkModel, producer: DSparkContextProducer):
-        self._model, self._producer = model, producer
+        self.model, self._producer = model, producer
 
     def context_rows(self, rows: int) -> Tensor:
         return self._producer.empty(rows)
@@ -85,7 +85,7 @@ class DSparkDrafter:
         if not steps.proposals or not len(heads):
             return heads.new_zeros(len(heads), steps.proposals)
         tables = batch.block_tables[sequence_of(batch, heads)]
-        return self._model.propose(following[heads], batch.positions[heads] + 1, tables, steps.proposals)
+        return self.model.propose(following[heads], batch.positions[heads] + 1, tables, steps.proposals)
 
     def watch(self) -> TapRows:
         return TapRows()

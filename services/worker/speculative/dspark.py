@@ -3,7 +3,7 @@ block of tokens in one forward pass, corrected by a rank-r Markov head one after
 sharded over TP like the target's.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 
 import torch
 import torch.nn.functional as F
@@ -66,9 +66,12 @@ class K3DSparkModel:
 
     def project(self, index: int, rows: Tensor) -> Tensor:
         """A tap's share of the context sum: [T, h] -> [T, d]."""
-        if self._fc_norm:
-            rows = self._ops.rms_norm(rows, self._fc_norm[index], self._draft.rms_norm_eps)
-        return F.linear(rows, self._project[index])
+        return F.linear(self._normed(index, rows), self._project[index])
+
+    def side_by_side(self, taps: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """All taps of this stage, [T, h] by index, as one projection's rows [T, taps * h] and weight [d, taps * h]."""
+        rows = [self._normed(index, taps[index]) for index in sorted(taps)]
+        return torch.cat(rows, -1), torch.cat([self._project[index] for index in sorted(taps)], -1)
 
     def context(self, total: Tensor) -> Tensor:
         """The complete sum [T, d] float32 -> C [T, d], of the model's dtype. Once, after the last tap."""
@@ -108,6 +111,9 @@ class K3DSparkModel:
         for row in base.unbind(1):  # row k - 1 predicts proposal k
             proposals.append(self._next(row, proposals[-1]))
         return torch.stack(proposals[1:], 1)
+
+    def _normed(self, index: int, rows: Tensor) -> Tensor:
+        return self._ops.rms_norm(rows, self._fc_norm[index], self._draft.rms_norm_eps) if self._fc_norm else rows
 
     def _next(self, base: Tensor, token: Tensor) -> Tensor:
         """argmax of base [B, vocab / TP] plus the bias of the token before, over all ranks; the smallest id on ties."""
