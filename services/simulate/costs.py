@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.simulate.constants import Constants
+from services.simulate.constants import Constants, Points, interpolate
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +45,36 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """Processor seconds of what runs beside the ranks' compute; it counts where all share a host's processors."""
+class Contention:
+    """Speeds where stages and replicas share a host's processors; 1 is as fast as without the others. Curves over the number of
+    stages at work, constant beyond their ends."""
 
-    part: float = 0.0  # the agents', for a stage's part of a step
-    request: float = 0.0  # the schedulers', for a request
-    round: float = 0.0  # the decode scheduler's, for a round
+    stages: Points  # of all stages together, while no round runs
+    stages_beside: Points  # likewise, while one runs
+    round_beside: Points  # of a round meanwhile
+
+    @classmethod
+    def of(cls, constants: Constants) -> "Contention":
+        return cls(*map(constants.points, ("stages_speed", "stages_beside_speed", "round_beside_speed")))
+
+    def speeds(self, stages: int, rounds: bool) -> tuple[float, float]:
+        """-> of each stage, of a round."""
+        together = _clamped(self.stages_beside if rounds else self.stages, stages)
+        return together / max(1, stages), _clamped(self.round_beside, stages) if stages else 1.0
 
 
 class Costs(Protocol):
     """Seconds, and bytes a second."""
 
     control: Control
-    beside: Beside
     nic: float  # bytes a second of one rank's NIC, each way
     host_copy: float  # bytes a second between a rank's device and its host
     acceptance: tuple[float, ...]  # share of windows whose first k proposals are right, k from 1
-    processors: float  # that all ranks share; 0: each has its own
-    stage_share: float  # of a step's time, in which the rank computes; else it waits for others
-    round_share: float  # likewise of a round's
+
+    @property
+    def contention(self) -> Contention | None:
+        """None: each rank has a processor of its own."""
+        ...
 
     def stage(self, stage: int, chunks: Sequence[Chunk]) -> float:
         """One stage's compute of one step."""
@@ -76,3 +87,7 @@ class Costs(Protocol):
     def round(self, it: Round) -> tuple[float, ...]:
         """A round, by replica: each one's own compute. The round lasts as long as the longest."""
         ...
+
+
+def _clamped(points: Points, x: float) -> float:
+    return interpolate(points, min(x, points[-1][0]))

@@ -13,7 +13,7 @@ from services.scheduler.block_keys import BlockKeys
 from services.scheduler.decode.planner import DecodePlanner
 from services.scheduler.decode.shape import EngineShape
 from services.simulate.costs import Costs, Round
-from services.simulate.timeline import PlannerTurns, Processors, Timeline
+from services.simulate.timeline import PlannerTurns, Processors, Timeline, Work
 
 RIGHT, WRONG = Token(1), Token(0)  # every answer is RIGHT, RIGHT, …; a WRONG proposal is not what the target says
 
@@ -97,7 +97,6 @@ class DecodeEngine:
 
     # ---- rounds
     def _launch(self, plan: ev.RoundPlan) -> None:
-        self._processors.burden(self._costs.beside.round)
         self._timeline.after(self._costs.control.round / 2, self._arrive, plan)
 
     def _arrive(self, plan: ev.RoundPlan) -> None:
@@ -126,7 +125,7 @@ class DecodeEngine:
             self.widths[width] = self.widths.get(width, 0) + 1
         self._computing, self._began = len(parts), self._timeline.now
         for each, part in zip(seconds, parts, strict=True):
-            self._processors.run(each + self._copying(part), self._costs.round_share, self._ran, done)
+            self._processors.run(Work.ROUND, each + self._copying(part), self._ran, done)
 
     def _copying(self, part: ev.ReplicaPlan) -> float:
         """Seconds that a replica's ranks copy images, each its own, before the rows run."""

@@ -12,7 +12,7 @@ from services.contracts.draft_sharding import DraftPart, dspark_targets
 from services.contracts.model import ModelConfig
 from services.contracts.topology import Topology
 from services.simulate.constants import Constants, interpolate
-from services.simulate.costs import Beside, Chunk, Control, Round
+from services.simulate.costs import Chunk, Control, Round
 
 ITEM = 2  # bytes of a bfloat16
 SCAN_HEADS = 12  # of the measured scan
@@ -41,11 +41,11 @@ class KernelCosts:
     """services.simulate.costs.Costs of K3's kernels."""
 
     def __init__(self, constants: Constants, prefill: EngineArguments, decode: EngineArguments):
-        self.control, self.beside = Control.of(constants), Beside()
+        self.control = Control.of(constants)
+        self.contention = None
         self.nic = constants.number("nic_bytes_per_s")
         self.host_copy = constants.number("host_copy_bytes_per_s")
         self.acceptance = constants.numbers("acceptance")
-        self.processors, self.stage_share, self.round_share = 0.0, 1.0, 1.0
         self._constants = constants
         self._model = model = prefill.load_model_config()
         self._p, self._d = prefill.topology(model), decode.topology(model)

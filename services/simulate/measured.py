@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from services.simulate.constants import Constants
-from services.simulate.costs import Beside, Chunk, Control, Round
+from services.simulate.costs import Chunk, Contention, Control, Round
 
 
 class MeasuredCosts:
@@ -11,12 +11,10 @@ class MeasuredCosts:
 
     def __init__(self, constants: Constants, stages: int):
         self.control = Control.of(constants)
-        self.beside = Beside(*map(constants.number, ("part_cpu_s", "request_cpu_s", "round_cpu_s")))
+        self.contention = Contention.of(constants)
         self.nic = constants.number("nic_bytes_per_s")
         self.host_copy = constants.number("host_copy_bytes_per_s")
         self.acceptance = constants.numbers("acceptance")
-        self.processors = constants.number("processors")
-        self.stage_share, self.round_share = constants.number("stage_share"), constants.number("round_share")
         self._step, self._token = constants.numbers("stage_step_s"), constants.numbers("stage_token_s")
         self._pair = constants.number("stage_pair_s")
         self._last_stage = stages - 1

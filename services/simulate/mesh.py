@@ -37,7 +37,7 @@ class Cell:
     """One pair of engines with its own queue."""
 
     def __init__(self, shape: Shape, costs: Costs, timeline: Timeline, processors: Processors, seed: int, mesh: "Mesh"):
-        self._timeline, self._costs, self._mesh, self._processors = timeline, costs, mesh, processors
+        self._timeline, self._costs, self._mesh = timeline, costs, mesh
         self._timeout = shape.prefill.request_timeout
         stages, replicas = shape.prefill_geometry.topology.stages, shape.decode_geometry.topology.dp_size
         self.network = Network(timeline, stages, replicas, costs.nic)
@@ -85,7 +85,6 @@ class Cell:
         """The client sends its request now."""
         request_id = RequestId(f"r{record.number}")
         record.sent = self._timeline.now
-        self._processors.burden(self._costs.beside.request)
         self.records[request_id] = record
         asked = record.asked
         sampling = Sampling(max_tokens=asked.output_tokens, ignore_eos=True)
@@ -199,8 +198,8 @@ class Mesh:
     def __init__(self, shape: Shape, costs: Costs, cells: int, seed: int):
         self.shape = shape
         self.timeline = Timeline()
-        shared = costs.processors
-        processors = SharedProcessors(self.timeline, shared) if shared else OwnProcessors(self.timeline)
+        shared = costs.contention
+        processors = SharedProcessors(self.timeline, shared.speeds) if shared else OwnProcessors(self.timeline)
         self.cells = [Cell(shape, costs, self.timeline, processors, seed + 2 * n, self) for n in range(cells)]
         self.tokens_at: Counter[int] = Counter()  # by second
         self._waiting: list[Record] = []

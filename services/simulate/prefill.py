@@ -14,7 +14,7 @@ from services.scheduler.prefill.admission import Limits
 from services.scheduler.prefill.planner import PrefillPlanner
 from services.simulate.costs import Chunk, Costs
 from services.simulate.network import Network, Part
-from services.simulate.timeline import PlannerTurns, Processors, Timeline
+from services.simulate.timeline import PlannerTurns, Processors, Timeline, Work
 
 FIRST_TOKEN = Token(1)
 
@@ -101,8 +101,7 @@ class PrefillEngine:
         it.running = True
         step = it.waiting.popleft()
         seconds = self._costs.stage(stage, [Chunk(row.start, row.end, row.last) for row in step.rows])
-        self._processors.burden(self._costs.beside.part * len(step.rows))
-        self._processors.run(seconds, self._costs.stage_share, self._ran, stage, step, self._timeline.now)
+        self._processors.run(Work.STAGE, seconds, self._ran, stage, step, self._timeline.now)
 
     def _ran(self, stage: int, step: ev.PrefillStep, began: float) -> None:
         it, now = self.stages[stage], self._timeline.now

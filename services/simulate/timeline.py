@@ -7,6 +7,8 @@ turns of that moment.
 import heapq
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Protocol
 
 from services.contracts.clock import take_turn
@@ -111,75 +113,75 @@ def _nobody(plan: Any) -> None:
     raise RuntimeError(f"nobody launches {plan}")
 
 
-class Processors(Protocol):
-    def run(self, seconds: float, share: float, then: Action, *arguments: Any) -> None:
-        """Work that takes so long by itself, of which `share` is computing and the rest waiting -> `then` when it is done."""
-        ...
+class Work(Enum):
+    """What a rank does: its part of a prefill step, or of a decode round."""
 
-    def burden(self, seconds: float) -> None:
-        """Work that nobody waits for, yet others have less while it is done."""
+    STAGE = auto()
+    ROUND = auto()
+
+
+class Processors(Protocol):
+    def run(self, work: Work, seconds: float, then: Action, *arguments: Any) -> None:
+        """Work that takes so long if nothing else is done -> `then` when it is done."""
         ...
 
 
 class OwnProcessors:
-    """Every task has its own: GPUs."""
+    """Every rank has its own: GPUs."""
 
     def __init__(self, timeline: Timeline):
         self._timeline = timeline
 
-    def run(self, seconds: float, share: float, then: Action, *arguments: Any) -> None:
+    def run(self, work: Work, seconds: float, then: Action, *arguments: Any) -> None:
         self._timeline.after(seconds, then, *arguments)
 
-    def burden(self, seconds: float) -> None:
-        """It takes nothing from anyone here."""
+
+@dataclass(slots=True, eq=False)
+class Task:
+    work: Work
+    left: float  # seconds if nothing else were done
+    then: Action
+    arguments: tuple[Any, ...]
 
 
 class SharedProcessors:
-    """Tasks share `count` processors evenly, none gets more than one: the cores of a host. Who waits needs none."""
+    """Ranks share those of a host, and slow each other down as was measured there. `speeds`: of each stage and of a round, for
+    the number of stages at work and whether a round runs."""
 
-    def __init__(self, timeline: Timeline, count: float):
-        self._timeline, self._count = timeline, count
-        self._left: dict[int, tuple[float, Action, tuple[Any, ...]]] = {}  # seconds of work by task
-        self._tasks = 0
+    def __init__(self, timeline: Timeline, speeds: Callable[[int, bool], tuple[float, float]]):
+        self._timeline, self._speeds = timeline, speeds
+        self._tasks: list[Task] = []
         self._since = 0.0
         self._version = 0
 
-    def run(self, seconds: float, share: float, then: Action, *arguments: Any) -> None:
+    def run(self, work: Work, seconds: float, then: Action, *arguments: Any) -> None:
         self._advance()
-        self._tasks += 1
-        wait = seconds * (1 - share)
-        self._left[self._tasks] = (seconds * share, self._timeline.after, (wait, then, *arguments))
+        self._tasks.append(Task(work, seconds, then, arguments))
         self._next()
 
-    def burden(self, seconds: float) -> None:
-        if seconds:
-            self.run(seconds, 1.0, _nothing)
-
-    @property
-    def _rate(self) -> float:
-        return min(1.0, self._count / max(1, len(self._left)))
+    def _speed(self) -> dict[Work, float]:
+        rounds = sum(task.work is Work.ROUND for task in self._tasks)
+        of_stage, of_round = self._speeds(len(self._tasks) - rounds, rounds > 0)
+        return {Work.STAGE: of_stage, Work.ROUND: of_round}
 
     def _advance(self) -> None:
-        done = (self._timeline.now - self._since) * self._rate
+        passed, speed = self._timeline.now - self._since, self._speed()
         self._since = self._timeline.now
-        self._left = {task: (left - done, then, arguments) for task, (left, then, arguments) in self._left.items()}
+        for task in self._tasks:
+            task.left -= passed * speed[task.work]
 
     def _next(self) -> None:
         self._version += 1
-        if self._left:
-            soonest = max(0.0, min(left for left, _, _ in self._left.values()))
-            self._timeline.after(soonest / self._rate, self._finish, self._version)
+        if self._tasks:
+            speed = self._speed()
+            soonest = min(self._tasks, key=lambda it: it.left / speed[it.work])
+            self._timeline.after(max(0.0, soonest.left / speed[soonest.work]), self._finish, soonest, self._version)
 
-    def _finish(self, version: int) -> None:
-        """The task with the least left is done; the others go on faster."""
+    def _finish(self, task: Task, version: int) -> None:
+        """The others go on faster."""
         if version != self._version:
             return
         self._advance()
-        task = min(self._left, key=lambda it: (self._left[it][0], it))
-        _, then, arguments = self._left.pop(task)
+        self._tasks.remove(task)
         self._next()
-        then(*arguments)
-
-
-def _nothing() -> None:
-    pass
+        task.then(*task.arguments)

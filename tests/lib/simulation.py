@@ -8,9 +8,10 @@ from services.simulate.constants import Constants, load
 
 NAMES = (
     "client_s", "schedulers_s", "agents_s", "step_s", "round_s", "transfer_s", "nic_bytes_per_s", "host_copy_bytes_per_s",
-    "processors", "stage_step_s", "stage_token_s", "stage_pair_s", "stage_last_s", "hop_s", "hop_token_s", "replica_round_s",
-    "replica_row_s", "replica_context_s", "stage_share", "round_share", "part_cpu_s", "request_cpu_s", "round_cpu_s",
+    "stage_step_s", "stage_token_s", "stage_pair_s", "stage_last_s", "hop_s", "hop_token_s", "replica_round_s",
+    "replica_row_s", "replica_context_s",
 )  # fmt: skip
+ALONE = [[1, 1], [64, 64]]  # none is slower for the others
 
 
 def constants_file(folder: Path, **values: Any) -> Path:
@@ -20,6 +21,9 @@ def constants_file(folder: Path, **values: Any) -> Path:
         "nic_bytes_per_s": 1e12,
         "host_copy_bytes_per_s": 1e12,
         "acceptance": [],
+        "stages_speed": ALONE,
+        "stages_beside_speed": ALONE,
+        "round_beside_speed": [[1, 1]],
     }
     given |= values
     for name in ("stage_step_s", "stage_token_s"):

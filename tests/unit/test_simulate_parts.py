@@ -11,9 +11,10 @@ from k3mesh.errors import ConfigError
 from services.contracts.events import DeadlinePassed
 from services.simulate import constants, workload
 from services.simulate.constants import FOLDER, interpolate
+from services.simulate.costs import Contention
 from services.simulate.network import Network, Part
 from services.simulate.report import percentile
-from services.simulate.timeline import PlannerTurns, SharedProcessors, Timeline
+from services.simulate.timeline import PlannerTurns, SharedProcessors, Timeline, Work
 from tests.lib.simulation import constants_file
 
 
@@ -70,30 +71,29 @@ def test_a_deadline_comes_when_it_is_due_even_if_it_moved_forward():
     assert [time for time, event in planner.seen if isinstance(event, DeadlinePassed)] == [3.0]
 
 
-def test_tasks_share_processors_evenly_and_none_gets_more_than_one():
+def test_work_is_as_fast_as_what_else_is_done_lets_it():
     timeline, done = Timeline(), dict[str, float]()
-    processors = SharedProcessors(timeline, 2)
+    beside = Contention(stages=((1, 1.0), (3, 1.5)), stages_beside=((1, 0.8), (3, 1.2)), round_beside=((1, 0.5), (3, 0.25)))
+    processors = SharedProcessors(timeline, beside.speeds)
 
-    def start(name: str, seconds: float) -> None:
-        processors.run(seconds, 1.0, lambda: done.setdefault(name, timeline.now))
+    def start(work: Work, name: str, seconds: float) -> None:
+        processors.run(work, seconds, lambda: done.update({name: timeline.now}))
 
-    timeline.at(0.0, start, "alone", 1.0)
-    for name in ("x", "y", "z", "w"):
-        timeline.at(2.0, start, name, 1.0)
-    timeline.at(2.0, start, "short", 0.2)
+    timeline.at(0.0, start, Work.STAGE, "alone", 1.0)
+    for name in ("x", "y"):
+        timeline.at(2.0, start, Work.STAGE, name, 1.0)  # 1.25 together
+    timeline.at(10.0, start, Work.ROUND, "round", 1.0)
+    timeline.at(10.0, start, Work.STAGE, "beside", 0.8)  # for a second, in which half of the round is done
     timeline.run()
     assert done["alone"] == 1.0
-    assert done["short"] == pytest.approx(2.0 + 0.2 * 5 / 2)
-    assert [done[name] for name in "xyzw"] == [pytest.approx(2.5 + 0.8 * 4 / 2)] * 4
+    assert [done[name] for name in "xy"] == [pytest.approx(2.0 + 2 / 1.25)] * 2
+    assert (done["beside"], done["round"]) == (pytest.approx(11.0), pytest.approx(11.5))
 
 
-def test_who_waits_needs_no_processor():
-    timeline, done = Timeline(), list[float]()
-    processors = SharedProcessors(timeline, 1)
-    for share in (0.25, 1.0):
-        processors.run(1.0, share, lambda: done.append(timeline.now))
-    timeline.run()
-    assert done == [pytest.approx(1.25), pytest.approx(1.25)]  # a quarter shared, then one waits while the other computes
+def test_more_stages_than_were_measured_are_as_fast_together_as_those():
+    speeds = Contention(((1, 1.0), (2, 1.5)), ((1, 0.5), (2, 0.6)), ((1, 0.5), (2, 0.4))).speeds
+    assert speeds(4, False) == (1.5 / 4, 0.4) and speeds(4, True) == (0.6 / 4, 0.4)
+    assert speeds(0, True) == (0.5, 1.0)  # nobody slows the round
 
 
 def test_a_handoff_overlaps_with_the_compute_but_its_last_interval():

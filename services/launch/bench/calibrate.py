@@ -15,10 +15,15 @@ ANSWER = 32
 ONE_BY_ONE = Script("one-by-one", tuple((prompt, 4) for prompt in PROMPTS * 3))
 LONGER = Script("longer", tuple((prompt, ANSWER) for prompt in CONTEXTS * 2))
 CROWDS = tuple(Script(f"crowd-{count}", ((48, 48),) * count, count) for count in (4, 8))
-FULL = Script("full", ((2000, 2),) * 2)  # all stages have work
-FILLING = 1.1  # of FULL's time in which they have: the first chunk finds them idle, and the last leaves them so
-SCRIPTS = (ONE_BY_ONE, LONGER, FULL, *CROWDS)
+FULL = Script("full", ((1024, 2),) * 2)  # all stages have work
+BESIDE_ONE = Script("beside-one", ((64, 160), *((prompt, 2) for prompt in (128, 72) * 8)), at_once=2)
+BESIDE_FULL = Script("beside-full", ((64, 160), *((1024, 2),) * 3), at_once=2)
+SCRIPTS = (ONE_BY_ONE, LONGER, FULL, BESIDE_ONE, BESIDE_FULL, *CROWDS)
+SLOWEST = 0.05  # of the speed without others
 LOOPBACK = 1e9  # bytes a second
+
+Line = tuple[float, float]  # y = a + b x
+Values = dict[str, tuple[Any, str]]  # by name: value and unit
 
 
 @dataclass(frozen=True)
@@ -27,35 +32,28 @@ class Seen:
 
     plays: Mapping[str, Play]
     message_s: float
-    processors: int
     replicas: int
-
-
-Values = dict[str, tuple[Any, str]]  # by name: value and unit
 
 
 def constants(seen: Seen, where: str) -> dict[str, Any]:
     """A constants file's content. `where`: what was measured, for the sources."""
-    processors = _processors(seen)
+    stages, (context, fixed, row) = _stages(seen), _rounds(seen)
     values = {
-        "processors": (processors, "cores that all processes of the mesh share"),
         **_messages(seen),
-        **_stages(seen),
-        **_rounds(seen, processors),
-        **_beside(seen),
+        "stage_step_s": ([of for of, _ in stages], "s of a step, by stage"),
+        "stage_token_s": ([of for _, of in stages], "s for each token of it, by stage"),
+        "stage_pair_s": (0.0, "s for each query and key"),
+        "stage_last_s": (0.0, "s for each prompt that ends on the last stage: in its step already"),
+        "replica_round_s": (fixed, "s of a replica's round"),
+        "replica_row_s": (row, "s for each row of its bucket"),
+        "replica_context_s": (context, "s for each cached token of its requests"),
+        **_contention(seen, stages, (fixed + row, context)),
         "nic_bytes_per_s": (LOOPBACK, "B/s between two agents"),
         "host_copy_bytes_per_s": (LOOPBACK, "B/s"),
         "acceptance": ([], "share of windows whose first k proposals are right"),
     }
     entries = {name: {"value": value, "unit": unit, "source": where} for name, (value, unit) in values.items()}
     return {"name": where, "model": "measured", "constants": entries}
-
-
-def _processors(seen: Seen) -> float:
-    """What the mesh got of the machine when it could use all of it; others may run there."""
-    full = seen.plays[FULL.name]
-    got = sum(full.cpu.values()) / sum(it.finished - it.sent for it in full.requests)
-    return min(float(seen.processors), FILLING * got)
 
 
 def _messages(seen: Seen) -> Values:
@@ -80,23 +78,17 @@ def _messages(seen: Seen) -> Values:
     }
 
 
-def _stages(seen: Seen) -> Values:
-    """A line for each stage, and how much of it is computing."""
-    alone = seen.plays[ONE_BY_ONE.name]
-    by_stage = zip(*(_spans(it) for it in alone.requests), strict=True)
-    lines = [_line([(end - start, took) for start, end, took in spans]) for spans in by_stage]
-    share = alone.cpu["prefill-0.worker"] / sum(_compute(it) for it in alone.requests)
-    return {
-        "stage_share": (min(1.0, share), "computing / time of a stage's step"),
-        "stage_step_s": ([fixed for fixed, _ in lines], "s of a step, by stage"),
-        "stage_token_s": ([token for _, token in lines], "s for each token of it, by stage"),
-        "stage_pair_s": (0.0, "s for each query and key"),
-        "stage_last_s": (0.0, "s for each prompt that ends on the last stage: in its step already"),
-    }
+def _stages(seen: Seen) -> list[Line]:
+    """Seconds of a step by its tokens, for each stage."""
+    by_stage: dict[int, list[tuple[float, float]]] = {}
+    for it in seen.plays[ONE_BY_ONE.name].requests:
+        for span in _spans(it):
+            by_stage.setdefault(span.stage, []).append((span.tokens, span.seconds))
+    return [_line(by_stage[stage]) for stage in sorted(by_stage)]
 
 
-def _rounds(seen: Seen, processors: float) -> Values:
-    """A round by bucket and cached tokens, as it would be were there a core for each replica: they compute at one time."""
+def _rounds(seen: Seen) -> tuple[float, float, float]:
+    """Seconds of a round: for each cached token, fixed, for each row of the bucket."""
     longer = seen.plays[LONGER.name]
     first, context = _line([(it.prompt_tokens + ANSWER / 2, _round_seconds(it)) for it in longer.requests])
     rows = [(1.0, first)]
@@ -106,52 +98,82 @@ def _rounds(seen: Seen, processors: float) -> Values:
         took = median(_round_seconds(it) for it in seen.plays[script.name].requests)
         rows.append((float(each), took - context * each * (prompt + answer / 2)))
     fixed, row = _line(rows)
-    seconds = seen.replicas * sum(float(it.ledger["seconds"]) for it in longer.requests)
-    share = min(1.0, longer.cpu["decode-0.worker"] / seconds)
-    alone = max(share, 1 - share * (max(1.0, seen.replicas / processors) - 1))  # of the time that it took
+    return context, fixed, row
+
+
+def _contention(seen: Seen, stages: Sequence[Line], round_: Line) -> Values:
+    """How stages slow each other and a round down, and a round the stages: with one of them at work, and with all."""
+    many, full = _stages_speed(seen.plays[FULL.name].requests, stages)
+    _, one_beside = _stages_speed(seen.plays[BESIDE_ONE.name].requests[1:], stages)
+    many_beside, full_beside = _stages_speed(seen.plays[BESIDE_FULL.name].requests[1:], stages)
+    one_slows, many_slow = (_round_speed(seen.plays[it.name], round_) for it in (BESIDE_ONE, BESIDE_FULL))
     return {
-        "round_share": (min(1.0, share / alone), "computing / time of a replica's round"),
-        "replica_round_s": (fixed * alone, "s of a replica's round"),
-        "replica_row_s": (row * alone, "s for each row of its bucket"),
-        "replica_context_s": (context * alone, "s for each cached token of its requests"),
+        "stages_speed": ([[1.0, 1.0], [many, full]], "of all stages at work together, by their number; 1: as one alone"),
+        "stages_beside_speed": ([[1.0, one_beside], [many_beside, full_beside]], "likewise, while a round runs"),
+        "round_beside_speed": ([[1.0, one_slows], [many_beside, many_slow]], "of a round by the stages at work; 1: as alone"),
     }
 
 
-def _beside(seen: Seen) -> Values:
-    """Processor time of agents and schedulers."""
-    alone, longer = seen.plays[ONE_BY_ONE.name], seen.plays[LONGER.name]
-    stages, requests = len(_spans(alone.requests[0])), len(alone.requests)
-    agents, schedulers = (alone.cpu[f"prefill-0.{kind}"] + alone.cpu[f"decode-0.{kind}"] for kind in ("agent", "scheduler"))
-    rounds = sum(int(it.ledger["rounds"]) for it in longer.requests)
-    return {
-        "part_cpu_s": (agents / requests / stages, "processor s of both agents for a stage's part of a chunk"),
-        "request_cpu_s": (schedulers / requests, "processor s of both schedulers for a request"),
-        "round_cpu_s": (longer.cpu["decode-0.scheduler"] / rounds, "processor s of the decode scheduler for a round"),
-    }
+def _stages_speed(requests: Sequence[Played], stages: Sequence[Line]) -> tuple[float, float]:
+    """Of requests that were prefilled one after the other: how many stages were at work on average while any was, and what
+    they did together, in seconds of a stage alone for each second."""
+    alone = sum(stages[it.stage][0] + stages[it.stage][1] * it.tokens for played in requests for it in _spans(played))
+    taken = sum(it.seconds for played in requests for it in _spans(played))
+    passed = sum(map(_prefilling, requests))
+    return max(1.01, taken / passed), max(SLOWEST, alone / passed)
+
+
+def _round_speed(play: Play, round_: Line) -> float:
+    """Of the rounds of the script's first request while stages were at work on the others."""
+    lead, others = play.requests[0], play.requests[1:]
+    fixed, context = round_
+    alone = fixed + context * (lead.prompt_tokens + lead.tokens / 2)
+    passed = sum(map(_prefilling, others))
+    seconds, rounds = float(lead.ledger["seconds"]), int(lead.ledger["rounds"])
+    beside = rounds - (seconds - passed) / alone
+    return min(1.0, max(SLOWEST, beside * alone / passed))
 
 
 def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """Of two calibrations, for what happened between them: a machine is not equally fast all the time."""
     entries: dict[str, Any] = {}
     for name, entry in before["constants"].items():
-        ours, theirs = entry["value"], after["constants"][name]["value"]
-        middle = [(a + b) / 2 for a, b in zip(ours, theirs, strict=True)] if isinstance(ours, list) else (ours + theirs) / 2
-        entries[name] = {**entry, "value": middle}
+        middle = (np.array(entry["value"]) + np.array(after["constants"][name]["value"])) / 2
+        entries[name] = {**entry, "value": middle.tolist()}
     return {**before, "constants": entries}
 
 
-def _spans(it: Played) -> list[tuple[int, int, float]]:
-    """(start, end, seconds) of its one chunk, by stage."""
-    return [(start, end, ended - started) for _, start, end, started, ended in sorted(it.chunks)]
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One chunk on one stage."""
+
+    stage: int
+    tokens: int
+    started: float
+    ended: float
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.started
+
+
+def _spans(it: Played) -> list[Span]:
+    return [Span(stage, end - start, started, ended) for stage, start, end, started, ended in sorted(it.chunks)]
 
 
 def _compute(it: Played) -> float:
-    """Seconds of its chunk on all stages."""
-    return sum(took for *_, took in _spans(it))
+    """Seconds of its chunks on all stages."""
+    return sum(span.seconds for span in _spans(it))
 
 
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """y = a + b x, neither below 0; medians of equal x, so that one slow step does not bend it."""
+def _prefilling(it: Played) -> float:
+    """Seconds from its first chunk's start to its last one's end."""
+    spans = _spans(it)
+    return max(span.ended for span in spans) - min(span.started for span in spans)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> Line:
+    """Neither part below 0; medians of equal x, so that one slow step does not bend it."""
     by_x: dict[float, list[float]] = {}
     for x, y in points:
         by_x.setdefault(x, []).append(y)

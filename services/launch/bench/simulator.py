@@ -10,6 +10,7 @@ one answer outlasts all others.
 import asyncio
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,11 +113,12 @@ async def _calibrated(arguments: SimulatorArguments, state: StateDir) -> dict[st
     _tell("calibrating")
     plays: dict[str, Play] = {}
     for script in calibrate.SCRIPTS:
-        plays[script.name] = await play(state, script, _vocabulary(arguments), seed=1)
-    processors = len(os.sched_getaffinity(0))
+        unseen = secrets.randbits(32)  # else the prefix cache has the prompts of the calibration before
+        plays[script.name] = await play(state, script, _vocabulary(arguments), unseen)
     _, decode = _up_arguments(arguments).engines()
-    seen = calibrate.Seen(plays, await message_seconds(state), processors, decode.data_parallel_size)
-    where = f"k3mesh bench simulator: {Path(arguments.model).name}, {arguments.topology}, {processors} cores"
+    seen = calibrate.Seen(plays, await message_seconds(state), decode.data_parallel_size)
+    cores = len(os.sched_getaffinity(0))
+    where = f"k3mesh bench simulator: {Path(arguments.model).name}, {arguments.topology}, {cores} cores"
     return calibrate.constants(seen, where)
 
 
