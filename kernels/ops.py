@@ -7,12 +7,16 @@ place" it leaves its inputs alone. Inputs may be strided views.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 BLOCK_ROWS = 128  # rows of one cache block
+
+# What attention derives from a batch's tables and lengths alone, under a backend's own key. The layers of one pass share it,
+# which lives no longer than the pass: in a captured graph it is derived by the graph's first layer, in each replay anew.
+Plans = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,14 @@ class MlaAttention(Protocol):
         cu_seqlens: Tensor,
         scale: float,
         latent: int,
+        plans: Plans | None = None,
     ) -> Tensor:
         """Absorbed MLA over the paged cache, causal (spec k3-model §4).
 
         q [T, H, L+R] = [q_nope Wk | q_extra]; cache [blocks, 128, 1, L+R]; block_tables [B, M] int32; context_lens [B]
         int32, rows in the cache with this batch's included: the last row of a sequence sees all of them, the row before
-        one less. -> [T, H, L], the weighted latents, in q's dtype; zero for a sequence with context 0 (padding).
+        one less. -> [T, H, L], the weighted latents, in q's dtype; zero for a sequence with context 0 (padding). Other layers
+        of the same pass, with caches of the same strides, may share `plans`.
         """
         ...
 
@@ -91,6 +97,7 @@ class MlaBlock(Protocol):
         cu_seqlens: Tensor,
         scale: float,
         latent: int,
+        plans: Plans | None = None,
     ) -> Tensor:
         """As MlaAttention, but not causal: every row of a sequence sees all its context_lens rows (spec speculation §3)."""
         ...
@@ -151,7 +158,8 @@ class KdaVerify(Protocol):
         slots: Tensor,
         cu_seqlens: Tensor,
     ) -> Tensor:
-        """KdaScan of rows that may be rejected: reads the state and leaves it as it is. No sequence is fresh."""
+        """KdaScan of rows that may be rejected, equally many of each sequence and at most 8: reads the state and leaves it as
+        it is. No sequence is fresh."""
         ...
 
 
@@ -204,10 +212,9 @@ class Experts(Protocol):
         """x [m, latent], ids [m, k] int64 local or -1, weights [m, k] float32 (0 at -1) -> [m, latent], weighted and summed."""
         ...
 
-    def grouped(self, x: Tensor, counts: Tensor, most: int | None = None) -> Tensor:
-        """x [num_local, rows, latent], only the first counts[e] rows defined (the rest may be NaN); counts int32, whose sum is
-        at most `most` (x's rows without it): a bound on scratch memory -> same shape, the first counts[e] rows unweighted
-        expert outputs, the rest undefined."""
+    def grouped(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x [num_local, rows, latent], only the first counts[e] rows defined (the rest may be NaN); counts int32 ->
+        same shape, the first counts[e] rows unweighted expert outputs, the rest undefined."""
         ...
 
 

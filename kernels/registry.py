@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kernels import flash_kda, flash_mla, marlin, triton_ops, wgmma
+from kernels import cuda_kda, flash_kda, flash_mla, triton_ops
 from kernels.ops import OpGeometry, Ops
 
 AUTO, REFERENCE = "auto", "reference"
@@ -63,6 +63,10 @@ def _flash_mla(function: str) -> Candidate:
     return _backend("flash_mla", flash_mla.supports, "flash_mla.attention", function)
 
 
+def _cuda_kda(function: str) -> Candidate:
+    return _backend("cuda", cuda_kda.supports, "cuda_kda.window", function)
+
+
 def _triton(module: str, function: str, supports: Supports = triton_ops.supports_rows) -> Candidate:
     return _backend("triton", supports, f"triton_ops.{module}", function)
 
@@ -95,15 +99,19 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     ),
     "kda_extend": (_FLASH_KDA, _TRITON_SCAN, _reference("kda", "kda_scan")),
     "kda_decode": (_TRITON_SCAN, _reference("kda", "kda_scan")),
-    "kda_verify": (_triton("kda_verify", "kda_verify", triton_ops.supports_kda), _reference("kda", "kda_verify")),
-    "kda_commit": (_triton("kda_commit", "kda_commit", triton_ops.supports_kda), _reference("kda", "kda_commit")),
+    "kda_verify": (
+        _cuda_kda("kda_verify"),
+        _triton("kda_verify", "kda_verify", triton_ops.supports_kda),
+        _reference("kda", "kda_verify"),
+    ),
+    "kda_commit": (
+        _cuda_kda("kda_commit"),
+        _triton("kda_commit", "kda_commit", triton_ops.supports_kda),
+        _reference("kda", "kda_commit"),
+    ),
     "kda_output": (_triton("kda_output", "kda_output", triton_ops.supports_kda), _reference("kda", "kda_output")),
     "router": (_triton("router", "router"), _reference("router", "router")),
-    "prepare_experts": (
-        _backend("wgmma", wgmma.supports, "wgmma.experts", "prepare_experts"),
-        _backend("marlin", marlin.supports, "marlin.experts", "prepare_experts"),
-        _reference("experts", "prepare_experts"),
-    ),
+    "prepare_experts": (_reference("experts", "prepare_experts"),),
 }
 
 

@@ -1,5 +1,7 @@
 """FlashMLA's view of our cache: pages of 64 rows in blocks of 128, and prompt chunks as many small queries."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,7 @@ from kernels.ops import BLOCK_ROWS
 from kernels.triton_ops.ragged import find_tile, most_tiles, power_of_two
 
 PAGE_ROWS = 64
-COLUMNS = 1024  # pages that a program writes
+COLUMNS = 1024  # of a row, for a program
 
 
 def pages_of(cache: Tensor) -> tuple[Tensor, int]:
@@ -42,80 +44,95 @@ def page_tables(block_tables: Tensor, step: int) -> Tensor:
 
 @triton.jit
 def _cut(
-    q,
     tables,
     contexts,
     bounds,
-    queries,
     pages,
     seen,
     places,
+    sources,
     sequences,
     step,
     columns,
     table_stride,
     ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PIECE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """Rows first .. first + ROWS of a sequence become query `group`; its last rows are padding, which see nobody's keys."""
+    """Rows first .. first + ROWS of a sequence become query `group`. Padding goes before them, as the last row of a query is
+    the one that sees all its keys."""
     group = tl.program_id(0).to(tl.int64)
     sequence, _start, stop, first = find_tile(tl.program_id(0), bounds, sequences, ROWS, BATCH)
-    count = tl.minimum(stop - first, ROWS)
-    pad = ROWS - count  # before the rows: the last row of a query is the one that sees all its keys
     known = sequence < sequences
+    count = tl.where(known, tl.minimum(stop - first, ROWS), 0)
     context = tl.load(contexts + sequence, mask=known, other=0)
-    tl.store(seen + group, tl.where(known & (count > 0), context - (stop - first - count), 0))
+    tl.store(seen + group, tl.where(count > 0, context - (stop - first - count), 0))
+    rows = tl.arange(0, ROWS)
+    source = first + rows - (ROWS - count)
+    real = rows >= ROWS - count
+    tl.store(places + source, group * ROWS + rows, mask=real)
+    tl.store(sources + group * ROWS + rows, tl.where(real, source, -1))
     for at in range(0, columns, COLUMNS):
         column = at + tl.arange(0, COLUMNS)
         inside = column < columns
         block = tl.load(tables + sequence.to(tl.int64) * table_stride + column // 2, mask=inside & known, other=0)
         tl.store(pages + group * columns + column, block * step + column % 2, mask=inside)
-    for row in range(ROWS):
-        real = known & (row >= pad)
-        source = (first + row - pad).to(tl.int64)
-        if real:
-            tl.store(places + source, group * ROWS + row)
-        for at in range(0, WIDTH, PIECE):
-            column = at + tl.arange(0, PIECE)
-            value = tl.load(q + source * WIDTH + column, mask=real & (column < WIDTH), other=0.0)
-            tl.store(queries + (group * ROWS + row) * WIDTH + column, value, mask=column < WIDTH)
 
 
-def cut(
-    q: Tensor, block_tables: Tensor, context_lens: Tensor, cu_seqlens: Tensor, step: int, rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sequences of any lengths as queries of `rows` rows each.
+@triton.jit
+def _spread(q, sources, queries, stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(sources + row).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    value = tl.load(q + source * stride + column, mask=(column < WIDTH) & (source >= 0), other=0.0)
+    tl.store(queries + row * WIDTH + column, value, mask=column < WIDTH)
 
-    -> queries [G, rows, H, W], their page tables [G, 2 M], the keys that each query's last row sees [G] int32, and where each
-    row of q went [T] int64, in G * rows. A query beyond the last is of padding alone and sees nothing.
-    """
-    count, heads, width = q.shape
-    sequences, columns = len(context_lens), 2 * block_tables.shape[1]
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """T rows of sequences of any lengths as G queries of equally many rows."""
+
+    rows: int  # of a query
+    tables: Tensor  # [G, 2 M] pages
+    seen: Tensor  # [G] int32, keys that a query's last row sees; 0: it is of padding alone
+    places: Tensor  # [T] int64, where each row went, in G * rows
+    sources: Tensor  # [G * rows] int32, what each row of a query is, -1 for padding
+
+    def spread(self, q: Tensor) -> Tensor:
+        """q [T, H, W] -> [G, rows, H, W], zero for padding."""
+        _, heads, width = q.shape
+        queries = torch.empty(len(self.seen), self.rows, heads, width, dtype=q.dtype, device=q.device)
+        q = q.flatten(1)
+        grid = (len(self.sources), triton.cdiv(heads * width, COLUMNS))
+        _spread[grid](q, self.sources, queries, q.stride(0), heads * width, COLUMNS)
+        return queries
+
+
+def cut(count: int, block_tables: Tensor, context_lens: Tensor, cu_seqlens: Tensor, step: int, rows: int) -> Cut:
+    """`count` rows by their sequences' bounds, `step` pages from one block to the next."""
+    sequences, columns, device = len(context_lens), 2 * block_tables.shape[1], block_tables.device
     groups = most_tiles(count, sequences, rows)
-    queries = torch.empty(groups, rows, heads, width, dtype=q.dtype, device=q.device)
-    pages = torch.empty(groups, columns, dtype=torch.int32, device=q.device)
-    seen = torch.empty(groups, dtype=torch.int32, device=q.device)
-    places = torch.empty(count, dtype=torch.int64, device=q.device)
+    it = Cut(
+        rows,
+        tables=torch.empty(groups, columns, dtype=torch.int32, device=device),
+        seen=torch.empty(groups, dtype=torch.int32, device=device),
+        places=torch.empty(count, dtype=torch.int64, device=device),
+        sources=torch.empty(groups * rows, dtype=torch.int32, device=device),
+    )
     _cut[(groups,)](
-        q.contiguous(),
         block_tables,
         context_lens,
         cu_seqlens,
-        queries,
-        pages,
-        seen,
-        places,
+        it.tables,
+        it.seen,
+        it.places,
+        it.sources,
         sequences,
         step,
         columns,
         block_tables.stride(0),
         rows,
-        heads * width,
-        power_of_two(min(heads * width, 2048)),
         256,
         power_of_two(sequences),
     )
-    return queries, pages, seen, places
+    return it

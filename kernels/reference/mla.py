@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.ops import BLOCK_ROWS
+from kernels.ops import BLOCK_ROWS, Plans
 
 QUERY_ROWS = 256  # rows scored at once: bounds the score matrix, and skips keys that none of them sees
 
@@ -13,13 +13,27 @@ def mla_write(rows: Tensor, write_slots: Tensor, cache: Tensor) -> None:
 
 
 def mla_attention(
-    q: Tensor, cache: Tensor, block_tables: Tensor, context_lens: Tensor, cu_seqlens: Tensor, scale: float, latent: int
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    latent: int,
+    plans: Plans | None = None,
 ) -> Tensor:
     return _attend(q, cache, block_tables, context_lens, cu_seqlens, scale, latent, causal=True)
 
 
 def mla_block(
-    q: Tensor, cache: Tensor, block_tables: Tensor, context_lens: Tensor, cu_seqlens: Tensor, scale: float, latent: int
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    latent: int,
+    plans: Plans | None = None,
 ) -> Tensor:
     return _attend(q, cache, block_tables, context_lens, cu_seqlens, scale, latent, causal=False)
 

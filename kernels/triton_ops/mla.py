@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops import BLOCK_ROWS
+from kernels.ops import BLOCK_ROWS, Plans
 from kernels.triton_ops.ragged import find_tile, most_tiles, power_of_two
 
 PAIRS, KEYS = 64, 64  # of a program: (row, head) pairs at most, and keys at a time
@@ -106,13 +106,27 @@ def _add_parts(parts, log_sums, out, pairs, PARTS: tl.constexpr, LATENT: tl.cons
 
 
 def mla_attention(
-    q: Tensor, cache: Tensor, block_tables: Tensor, context_lens: Tensor, cu_seqlens: Tensor, scale: float, latent: int
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    latent: int,
+    plans: Plans | None = None,
 ) -> Tensor:
     return _run(q, cache, block_tables, context_lens, cu_seqlens, scale, latent, causal=True)
 
 
 def mla_block(
-    q: Tensor, cache: Tensor, block_tables: Tensor, context_lens: Tensor, cu_seqlens: Tensor, scale: float, latent: int
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    latent: int,
+    plans: Plans | None = None,
 ) -> Tensor:
     return _run(q, cache, block_tables, context_lens, cu_seqlens, scale, latent, causal=False)
 

@@ -7,8 +7,36 @@ from torch import Tensor
 
 from kernels.triton_ops.ragged import as_rows, find_tile, most_tiles, power_of_two
 
-CHANNELS = 128
+CHANNELS, WARPS = 128, 2
 MOST_ROWS = 16  # of a program
+
+
+@triton.jit
+def _three(places, step, mask):
+    """float32, as what is loaded may be history or rows, of one dtype each."""
+    first = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(places + step, mask=mask, other=0.0).to(tl.float32)
+    return first, second, tl.load(places + 2 * step, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _four(places, step, mask):
+    first, second, third = _three(places, step, mask)
+    return first, second, third, tl.load(places + 3 * step, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _move_history(history, x0, x1, x2, rows, start, stop, stride, real):
+    """The last three of the old history x0, x1, x2 and the rows start to stop."""
+    count = stop - start
+    last = rows + tl.cast(stop, tl.int64) * stride
+    new0 = tl.load(last - 3 * stride, mask=real & (count > 2), other=0.0).to(tl.float32)
+    new1 = tl.load(last - 2 * stride, mask=real & (count > 1), other=0.0).to(tl.float32)
+    new2 = tl.load(last - stride, mask=real & (count > 0), other=0.0).to(tl.float32)
+    tl.debug_barrier()  # every thread has read
+    tl.store(history, tl.where(count > 2, new0, tl.where(count > 1, x2, tl.where(count > 0, x1, x0))), mask=real)
+    tl.store(history + 1, tl.where(count > 1, new1, tl.where(count > 0, x2, x1)), mask=real)
+    tl.store(history + 2, tl.where(count > 0, new2, x2), mask=real)
 
 
 @triton.jit
@@ -27,7 +55,6 @@ def _convolve(
     slot_stride,
     UPDATE: tl.constexpr,
     COMMIT: tl.constexpr,
-    TAPS: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BATCH: tl.constexpr,
@@ -35,7 +62,6 @@ def _convolve(
     sequence, start, stop, first = find_tile(tl.program_id(0), bounds, sequences, ROWS, BATCH)
     if sequence >= sequences:
         return
-    past: tl.constexpr = TAPS - 1
     slot = tl.load(slots + sequence)
     remembered = slot != 0
     if COMMIT:
@@ -46,36 +72,22 @@ def _convolve(
         remembered = remembered & (tl.load(fresh + sequence) == 0)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     real = channel < channels
-    rows = first + tl.arange(0, ROWS)
-    history = state + slot * slot_stride + channel * past
-
-    total = tl.zeros([ROWS, CHANNELS], tl.float32)
-    for tap in tl.static_range(TAPS):
-        source = rows - past + tap
-        taken = (source >= start) & (rows < stop)
-        value = tl.load(
-            x + source.to(tl.int64)[:, None] * stride + channel[None, :], mask=taken[:, None] & real[None, :], other=0.0
-        ).to(tl.float32)
-        back = source - start + past  # place in the history, of a row before the sequence's first
-        old = (source < start) & (rows < stop) & remembered
-        value += tl.load(history[None, :] + back[:, None], mask=old[:, None] & real[None, :], other=0.0).to(tl.float32)
-        total += value * tl.load(weight + channel * TAPS + tap, mask=real, other=0.0)[None, :]
-    total = total * tl.sigmoid(total)
-    place = out + rows.to(tl.int64)[:, None] * channels + channel[None, :]
-    tl.store(place, total, mask=(rows < stop)[:, None] & real[None, :])
-
+    history = state + slot * slot_stride + channel * 3
+    w0, w1, w2, w3 = _four(weight + channel * 4, 1, real)
+    rows = x + tl.cast(first, tl.int64) * stride + channel
+    if first == start:  # the only tile that reads the history, so it is the one that may write it
+        x0, x1, x2 = _three(history, 1, real & remembered)
+    else:
+        x0, x1, x2 = _three(rows - 3 * stride, stride, real)
     if UPDATE:
-        if first == start:  # the only program that reads the history: nobody is overtaken
-            steps = tl.arange(0, 4)
-            kept = real[:, None] & (steps < past)[None, :]
-            last = stop - past + steps
-            newer = (last >= start)[None, :]
-            new_place = x + last.to(tl.int64)[None, :] * stride + channel[:, None]
-            new = tl.load(new_place, mask=kept & newer, other=0.0)
-            old_place = history[:, None] + (last - start + past)[None, :]
-            older = tl.load(old_place, mask=kept & (last < start)[None, :] & remembered, other=0.0)
-            tl.debug_barrier()  # every thread has read
-            tl.store(history[:, None] + steps[None, :], tl.where(newer, new.to(older.dtype), older), mask=kept)
+        if first == start:
+            _move_history(history, x0, x1, x2, x + channel, start, stop, stride, real)
+    for row in tl.static_range(ROWS):  # each row is read once
+        x3 = tl.load(rows + row * stride, mask=real & (first + row < stop), other=0.0)
+        total = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3.to(tl.float32)
+        place = out + (tl.cast(first, tl.int64) + row) * channels + channel
+        tl.store(place, total * tl.sigmoid(total), mask=real & (first + row < stop))
+        x0, x1, x2 = x1, x2, x3.to(tl.float32)
 
 
 def short_conv(x: Tensor, weight: Tensor, state: Tensor, slots: Tensor, fresh: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -121,10 +133,9 @@ def run(
             state.stride(0),
             update,
             accepted is not None,
-            weight.shape[1],
             rows,
             CHANNELS,
             power_of_two(sequences),
-            num_warps=4 if rows > 4 else 1,
+            num_warps=WARPS,
         )
     return out

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import BLOCK_ROWS, OpGeometry
+from kernels.ops import BLOCK_ROWS, OpGeometry, Plans
 
 COLD_BYTES = 256 << 20  # of all sets together: several times an L2 cache
 BF16 = torch.bfloat16
@@ -40,6 +40,7 @@ LINEAR = "linear"  # not an op: the library's matrix product, for the sum over a
 REQUESTS, WIDTH, CONTEXT, CHUNK = 32, 8, 8192, 8192
 ROUND = REQUESTS * WIDTH
 SLICE = ROUND // 8  # rows that a TP rank routes
+ROUND_LAYERS, STAGE_LAYERS = 24, 6  # MLA layers of a decode round, and of a prefill stage
 
 Call = Callable[[], object]
 
@@ -56,6 +57,7 @@ class Case:
     bar: float | None = None  # time over floor that is promised on an H200
     kda: int = 0  # calls in a KDA layer of a verify round
     mla: int = 0  # calls in an MLA layer of one
+    layers: int = 1  # that a call runs, one after the other: what they share is made once
     geometry: OpGeometry = K3_RANK
 
     @property
@@ -89,8 +91,7 @@ def sets(size: int) -> int:
     return -(-COLD_BYTES // size)
 
 
-def op_cases() -> Iterator[Case]:
-    """All but the routed experts, which expert_cases has."""
+def all_cases() -> Iterator[Case]:
     yield from row_cases()
     yield from mla_cases()
     yield from kda_cases()
@@ -172,16 +173,17 @@ def mla_cases() -> Iterator[Case]:
         (REQUESTS, 1, CONTEXT, 1.3, 0),
         (1, WIDTH, 131072, None, 0),
     ):
-        what = f"{requests} x {rows} rows, {context:,} in the cache"
-        yield Case(
-            "mla_decode", what, *_attention_cost(requests, rows, context), _attention(requests, rows, context), bar, mla=calls
-        )
-    what = f"{REQUESTS} x {WIDTH - 1} rows, {CONTEXT:,} in the cache"
-    size, flops = _attention_cost(REQUESTS, WIDTH - 1, CONTEXT)
-    yield Case("mla_block", what, size, flops, _attention(REQUESTS, WIDTH - 1, CONTEXT))
+        yield _attention("mla_decode", requests, rows, context, ROUND_LAYERS, bar, calls)
+    yield _attention("mla_block", REQUESTS, WIDTH - 1, CONTEXT, 1)
     for context in (CHUNK, 16 * CHUNK):
-        what = f"{CHUNK:,} rows, {context:,} in the cache"
-        yield Case("mla_extend", what, *_attention_cost(1, CHUNK, context), _attention(1, CHUNK, context))
+        yield _attention("mla_extend", 1, CHUNK, context, STAGE_LAYERS)
+
+
+def _attention(op: str, requests: int, rows: int, context: int, layers: int, bar: float | None = None, calls: int = 0) -> Case:
+    what = f"{requests} x {rows:,} rows, {context:,} in the cache"
+    size, flops = _attention_cost(requests, rows, context)
+    prepare = _attention_calls(requests, rows, context, layers)
+    return Case(op, what, size, flops, prepare, bar, mla=calls, layers=layers)
 
 
 def _attention_cost(requests: int, rows: int, context: int) -> tuple[int, int]:
@@ -197,7 +199,7 @@ def _write(op: Callable[..., Any], device: torch.device) -> list[Call]:
     return [lambda: op(rows, slots.flatten(), cache)]
 
 
-def _attention(requests: int, rows: int, context: int):
+def _attention_calls(requests: int, rows: int, context: int, layers: int):
     def prepare(op: Callable[..., Any], device: torch.device) -> list[Call]:
         data, per_request = Inputs(device), context // BLOCK_ROWS
         count = requests * per_request
@@ -205,7 +207,13 @@ def _attention(requests: int, rows: int, context: int):
         scattered = torch.randperm(count, device=device, generator=torch.Generator(device).manual_seed(2)) + 1
         tables = scattered.int().view(requests, per_request)
         contexts, bounds = data.full(requests, context), data.bounds(requests, rows)
-        return [lambda: op(q, cache, tables, contexts, bounds, 192**-0.5, 512)]
+
+        def all_layers() -> None:
+            plans: Plans = {}
+            for _ in range(layers):
+                op(q, cache, tables, contexts, bounds, 192**-0.5, 512, plans)
+
+        return [all_layers]
 
     return prepare
 
@@ -332,7 +340,7 @@ def _output(rows: int):
 def linear_cases() -> Iterator[Case]:
     """A round's projections: rows, width out, width in; calls in a KDA and an MLA layer."""
     for what, rows, out, wide, kda, mla in (
-        ("KDA's input", ROUND, 4 * 1536 + 128 + 12, 7168, 1, 0),
+        ("KDA's input", ROUND, 4 * 1536 + 128 + 12 + 4, 7168, 1, 0),
         ("KDA's decay", ROUND, 1536, 128, 1, 0),
         ("MLA's input", ROUND, 1536 + 576 + 1536, 7168, 0, 1),
         ("MLA's queries", ROUND, 12 * 192, 1536, 0, 1),

@@ -8,6 +8,7 @@ import torch
 
 WARM_UPS, REPLAYS = 3, 15
 CALLS_OF_A_GRAPH = 20  # so many that the launch of the graph does not count
+LONG_US = 5000.0  # of a call, beside which the gaps between launches do not count
 CEILING_BYTES, CEILING_SIZE = 2 << 30, 8192
 
 
@@ -32,7 +33,8 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 
 def graph_microseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Of one call, in a captured graph of all of them again and again, with what lies between two kernels: a median."""
+    """Of one call, in a captured graph of all of them again and again, with what lies between two kernels: a median. Long ones
+    are launched one by one."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -40,6 +42,8 @@ def graph_microseconds(calls: Sequence[Callable[[], object]]) -> float:
             for call in calls:
                 call()
     torch.cuda.current_stream().wait_stream(stream)
+    if _median_us(calls[0], 1) > LONG_US:
+        return microseconds(calls)
     rounds = -(-CALLS_OF_A_GRAPH // len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

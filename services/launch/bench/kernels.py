@@ -21,8 +21,7 @@ from pydantic import Field
 from k3mesh.errors import ConfigError
 from kernels.registry import AUTO, CANDIDATES, REFERENCE, Candidate, resolve
 from services.contracts.flags import FlagSet, Words
-from services.launch.bench.expert_cases import expert_cases
-from services.launch.bench.kernel_cases import LINEAR, Case, op_cases
+from services.launch.bench.kernel_cases import LINEAR, Case, all_cases
 from services.launch.bench.kernel_report import markdown, table
 from services.launch.bench.kernel_times import Ceilings, graph_microseconds, measure_ceilings, microseconds
 
@@ -69,11 +68,6 @@ class Result:
     versions: dict[str, str]
     arguments: list[str]
     date: str
-
-
-def all_cases() -> Iterator[Case]:
-    yield from op_cases()
-    yield from expert_cases()
 
 
 def main(argv: list[str]) -> int:
@@ -134,7 +128,7 @@ def _time(case: Case, candidate: Candidate, device: torch.device, ceilings: Ceil
     print(f"{case.name}, {candidate.backend}", file=sys.stderr, flush=True)
     calls = case.prepare(candidate.load(), device)
     graph = candidate.backend != REFERENCE  # whose loops ask the device how long sequences are
-    time_us = (graph_microseconds if graph else microseconds)(calls)
+    time_us = (graph_microseconds if graph else microseconds)(calls) / case.layers
     floor_us = ceilings.floor_us(case.bytes, case.flops)
     return Time(
         op=case.op,

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from kernels.ops import Plans
 from services.contracts.ids import BLOCK_TOKENS
 
 Mode = Literal["extend", "decode"]  # prompt chunks: experts by normal dispatch; decode rounds: by low latency
@@ -29,6 +30,7 @@ class ForwardBatch:
     slots: torch.Tensor  # [B] int64 KDA slots, 0 = null
     fresh: torch.Tensor  # [B] bool: the sequence starts here, its KDA state is zero whatever the slot holds
     verify: bool = False  # rows may be rejected: KDA state stays as it is until DecoderStage.commit
+    plans: Plans | None = None  # of attention, while the batch passes through the layers of a stage
 
 
 def cache_slots(block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -79,9 +81,8 @@ class LocalExperts(Protocol):
         """Normal mode. x [m, H]; ids [m, k] int64 local, or -1; weights [m, k] float32, 0 at -1. -> [m, H], weighted sums."""
         ...
 
-    def grouped(self, x: torch.Tensor, counts: torch.Tensor, most: int | None = None) -> torch.Tensor:
-        """Low latency. x [num_local, rows, H], those from counts[e] on undefined (NaN); the counts' sum is at most `most`.
-        -> same shape, rows unweighted."""
+    def grouped(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Low latency. x [num_local, rows, H], those from counts[e] on undefined (NaN). -> same shape, rows unweighted."""
         ...
 
 

@@ -18,6 +18,7 @@ the table for the log (kernels.registry.format_table). The first two raise Confi
 """
 
 from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import replace
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -81,6 +82,7 @@ class DecoderStage:
         last the final hidden [T, h], normed.
         """
         taps = self._taps or {}
+        batch = replace(batch, plans={})
 
         def capture(kind: TapKind, layer: int, rows: Tensor) -> None:
             if (kind, layer) in taps:

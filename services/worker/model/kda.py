@@ -40,7 +40,7 @@ class KdaAttention:
         ops: Ops,
     ):
         self._model, self._recurrent, self._conv, self._tp, self._ops = model, recurrent, conv, tp, ops
-        self._in = weights.pop(f"{name}.in_proj.weight")
+        self._in = _aligned(weights.pop(f"{name}.in_proj.weight"))
         self._conv_weight = weights.pop(f"{name}.conv1d.weight")
         self._f_b = weights.pop(f"{name}.f_b_proj.weight")
         self._a_log = weights.pop(f"{name}.A_log")
@@ -55,7 +55,8 @@ class KdaAttention:
         model, ops = self._model, self._ops
         per_head = (self._heads, model.kda_head_dim)
         channels = self._heads * model.kda_head_dim
-        qkv, gate, f_low, beta = F.linear(x, self._in).split([3 * channels, channels, model.kda_head_dim, self._heads], dim=-1)
+        widths = [3 * channels, channels, model.kda_head_dim, self._heads]
+        qkv, gate, f_low, beta = F.linear(x, self._in)[:, : sum(widths)].split(widths, dim=-1)
         o = self._verify(qkv, f_low, beta, batch) if batch.verify else self._advance(qkv, f_low, beta, batch)
         o = ops.kda_output(o, gate.unflatten(-1, per_head), self._o_norm, model.rms_norm_eps)
         return self._tp.all_reduce(F.linear(o, self._o))
@@ -119,3 +120,9 @@ class KdaAttention:
     def _decay(self, f_low: Tensor) -> Tensor:
         """[T, D] -> [T, H, D] raw."""
         return F.linear(f_low, self._f_b).unflatten(-1, (self._heads, self._model.kda_head_dim))
+
+
+def _aligned(weight: Tensor) -> Tensor:
+    """With rows of zeros at its end, so that a product's rows begin at multiples of 16 bytes: on an H200 the 6,284 columns of
+    K3's rank at TP8 take 113 us as they are, and 31 us as 6,288."""
+    return F.pad(weight, (0, 0, 0, -weight.shape[0] % 8))

@@ -54,6 +54,7 @@ class MlaAttention:
             batch.cu_seqlens,
             model.qk_head_dim**-0.5,
             model.kv_lora_rank,
+            batch.plans,
         )
         o = torch.einsum("thl,hdl->thd", o, self._w_value).flatten(1)
         return self._tp.all_reduce(F.linear(o * gate.sigmoid(), self._o))

@@ -101,6 +101,7 @@ class K3DSparkModel:
             block_tables=block_tables,
             context_lens=(positions + count).int(),
             cu_seqlens=torch.arange(0, tokens.numel() + 1, count, dtype=torch.int32, device=anchors.device),
+            plans={},
         )
         x = self._embed(tokens.flatten())
         for layer in self._layers:

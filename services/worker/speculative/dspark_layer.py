@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ops import Ops
+from kernels.ops import Ops, Plans
 from services.contracts.draft import DraftConfig
 from services.worker.model.batch import TensorParallel
 from services.worker.speculative.rotary import rotate
@@ -22,6 +22,7 @@ class Block:
     block_tables: Tensor  # [B, M] int32
     context_lens: Tensor  # [B] int32, the block's rows included
     cu_seqlens: Tensor  # [B+1] int32
+    plans: Plans  # of attention
 
 
 class DSparkLayer:
@@ -82,6 +83,7 @@ class DSparkLayer:
             block.cu_seqlens,
             draft.softmax_scale,
             draft.kv_lora_rank,
+            block.plans,
         )
         o = torch.einsum("thl,hdl->thd", o, self._w_value).flatten(1)
         return self._tp.all_reduce(F.linear(o, self._o))
