@@ -212,9 +212,10 @@ class Experts(Protocol):
         """x [m, latent], ids [m, k] int64 local or -1, weights [m, k] float32 (0 at -1) -> [m, latent], weighted and summed."""
         ...
 
-    def grouped(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [num_local, rows, latent], only the first counts[e] rows defined (the rest may be NaN); counts int32 ->
-        same shape, the first counts[e] rows unweighted expert outputs, the rest undefined."""
+    def grouped(self, x: Tensor, counts: Tensor, most: int | None = None) -> Tensor:
+        """x [num_local, rows, latent], only the first counts[e] rows defined (the rest may be NaN); counts int32, whose sum is
+        at most `most` (x's rows without it): a bound on scratch memory -> same shape, the first counts[e] rows unweighted
+        expert outputs, the rest undefined."""
         ...
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kernels import cuda_kda, flash_kda, flash_mla, triton_ops
+from kernels import cuda_kda, flash_kda, flash_mla, marlin, triton_ops, wgmma
 from kernels.ops import OpGeometry, Ops
 
 AUTO, REFERENCE = "auto", "reference"
@@ -111,7 +111,11 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     ),
     "kda_output": (_triton("kda_output", "kda_output", triton_ops.supports_kda), _reference("kda", "kda_output")),
     "router": (_triton("router", "router"), _reference("router", "router")),
-    "prepare_experts": (_reference("experts", "prepare_experts"),),
+    "prepare_experts": (
+        _backend("wgmma", wgmma.supports, "wgmma.experts", "prepare_experts"),
+        _backend("marlin", marlin.supports, "marlin.experts", "prepare_experts"),
+        _reference("experts", "prepare_experts"),
+    ),
 }
 
 

@@ -34,7 +34,7 @@ class ReferenceExperts:
         outputs[live] = self._mlp(x[live // ids.shape[1]].float(), counts)
         return (outputs.unflatten(0, ids.shape) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
-    def grouped(self, x: Tensor, counts: Tensor) -> Tensor:
+    def grouped(self, x: Tensor, counts: Tensor, most: int | None = None) -> Tensor:
         valid = torch.arange(x.shape[1], device=x.device) < counts[:, None]
         out = torch.full_like(x, float("nan"))  # nobody may read the rest, so reading it must show
         out[valid] = self._mlp(x[valid].float(), counts.tolist()).to(x.dtype)

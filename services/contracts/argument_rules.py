@@ -14,12 +14,12 @@ from services.contracts.model import ModelConfig
 if TYPE_CHECKING:
     from services.contracts.arguments import EngineArguments
 
-GPU_BACKENDS = {  # flag → (value, what runs on a CPU instead)
-    "attention_backend": ("flashmla", "reference"),
-    "drafter_attention_backend": ("flashmla", "reference"),
-    "kda_backend": ("flashkda", "reference"),
-    "moe_backend": ("marlin", "reference"),
-    "all2all_backend": ("deepep", "gloo"),
+GPU_BACKENDS = {  # flag → (values, what runs on a CPU instead)
+    "attention_backend": (("flashmla",), "reference"),
+    "drafter_attention_backend": (("flashmla",), "reference"),
+    "kda_backend": (("flashkda",), "reference"),
+    "moe_backend": (("wgmma", "marlin"), "reference"),
+    "all2all_backend": (("deepep",), "gloo"),
 }
 
 
@@ -151,11 +151,14 @@ def _backends(a: EngineArguments) -> None:
                 "has bfloat16 target and draft caches only",
                 "give both --dtype and --kv-cache-dtype bfloat16",
             )
-    if a.moe_backend == "marlin" and a.compute_dtype != "bfloat16":
-        raise refusal("moe_backend", "marlin", "takes bfloat16 activations only", "give --dtype bfloat16")
-    if a.all2all_backend == "deepep" and a.moe_backend != "marlin":
+    if a.moe_backend in ("wgmma", "marlin") and a.compute_dtype != "bfloat16":
+        raise refusal("moe_backend", a.moe_backend, "takes bfloat16 activations only", "give --dtype bfloat16")
+    if a.all2all_backend == "deepep" and a.moe_backend == "reference":
         raise refusal(
-            "all2all_backend", "deepep", f"needs Marlin experts, not --moe-backend {a.moe_backend}", "give --moe-backend marlin"
+            "all2all_backend",
+            "deepep",
+            "needs experts whose rows the device counts, not --moe-backend reference",
+            "give auto, wgmma or marlin",
         )
     if a.deepep_mode == "low_latency" and a.disaggregation_mode == "prefill":
         raise refusal("deepep_mode", "low_latency", "a prefill engine runs extend-shaped work", "give normal or auto")
@@ -230,7 +233,7 @@ def check_model(a: EngineArguments, model: ModelConfig) -> None:
 
 def wants_gpu(a: EngineArguments) -> bool:
     """Whether it is asked to run on GPUs, by --device or by a backend that runs on them alone."""
-    return a.device == "cuda" or any(getattr(a, field) == backend for field, (backend, _) in GPU_BACKENDS.items())
+    return a.device == "cuda" or any(getattr(a, field) in backends for field, (backends, _) in GPU_BACKENDS.items())
 
 
 def runs_on_gpu(a: EngineArguments, cuda: bool) -> bool:
@@ -242,8 +245,9 @@ def check_runnable(a: EngineArguments, cuda: bool) -> None:
     """Whether this version can run it on this kind of machine. ConfigError before any process starts."""
     if a.device == "cuda" and not cuda:
         raise refusal("device", "cuda", "this machine has no NVIDIA GPU", "give cpu or auto")
-    for field, (backend, instead) in GPU_BACKENDS.items():
-        if getattr(a, field) != backend:
+    for field, (backends, instead) in GPU_BACKENDS.items():
+        backend = getattr(a, field)
+        if backend not in backends:
             continue
         if not cuda:
             raise refusal(field, backend, "needs an NVIDIA GPU, and this machine has none", f"on a CPU host use {instead}")

@@ -54,7 +54,7 @@ class EngineArguments(FlagSet):
         default="auto", description="the drafter's MLA kernels; as --attention-backend if unset"
     )
     kda_backend: Literal["auto", "reference", "flashkda"] = Field(default="auto", description="KDA prefill scan")
-    moe_backend: Literal["auto", "reference", "marlin"] = Field(default="auto", description="routed experts' kernels")
+    moe_backend: Literal["auto", "reference", "marlin", "wgmma"] = Field(default="auto", description="routed experts' kernels")
     all2all_backend: Literal["auto", "gloo", "deepep"] = Field(default="auto", description="how rows reach their experts")
 
     world_size: int = Field(default=UNSET, ge=1, description="ranks of the engine, over all nodes")

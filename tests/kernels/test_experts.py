@@ -49,7 +49,8 @@ class MarkingExperts:
             total += scale[:, j, None] * x.float()
         return total.to(x.dtype)
 
-    def grouped(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def grouped(self, x: torch.Tensor, counts: torch.Tensor, most: int | None = None) -> torch.Tensor:
+        assert most is not None and counts.sum() <= most
         self.seen = [x, counts]
         return (x.float() * torch.arange(self.first + 1, self.first + self.num_local + 1)[:, None, None]).to(x.dtype)
 

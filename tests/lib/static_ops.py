@@ -120,5 +120,5 @@ class StaticExperts:
         share = torch.zeros(len(x), self.num_local + 1, device=x.device).scatter_add_(1, ids + 1, weights)[:, 1:]
         return torch.einsum("mel,me->ml", every, share).to(x.dtype)
 
-    def grouped(self, x: Tensor, counts: Tensor) -> Tensor:
+    def grouped(self, x: Tensor, counts: Tensor, most: int | None = None) -> Tensor:
         raise AssertionError("one rank routes")

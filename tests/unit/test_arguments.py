@@ -184,7 +184,10 @@ REFUSALS = [
     ("P --drafter-attention-backend tokenspeed_mla", r"--drafter-attention-backend tokenspeed_mla: uses Blackwell"),
     ("P --attention-backend flashmla --kv-cache-dtype float32", r"--attention-backend flashmla: has bfloat16 .* only; "),
     ("P --moe-backend marlin --dtype float32", r"--moe-backend marlin: takes bfloat16 activations only; "),
-    ("P --all2all-backend deepep", r"--all2all-backend deepep: needs Marlin experts, not --moe-backend auto; "),
+    (
+        "P --all2all-backend deepep --moe-backend reference",
+        r"--all2all-backend deepep: needs experts whose rows the device counts, not --moe-backend reference; ",
+    ),
     ("P --deepep-mode low_latency", r"--deepep-mode low_latency: a prefill engine runs extend-shaped work; "),
     ("D --deepep-mode normal", r"--deepep-mode normal: decode rounds of fixed shape use low latency; "),
     ("D --low-latency-max-num-tokens-per-gpu 0", r"--low-latency-max-num-tokens-per-gpu 0: must be at least 1; "),
@@ -254,6 +257,7 @@ def test_a_partition_must_sum_to_the_models_layers():
         ("--attention-backend flashmla", r"--attention-backend flashmla: needs an NVIDIA GPU, .*; on a CPU host use reference"),
         ("--kda-backend flashkda", r"--kda-backend flashkda: needs an NVIDIA GPU"),
         ("--moe-backend marlin", r"--moe-backend marlin: needs an NVIDIA GPU"),
+        ("--moe-backend wgmma", r"--moe-backend wgmma: needs an NVIDIA GPU"),
         ("--all2all-backend deepep --moe-backend marlin", r"--moe-backend marlin: needs an NVIDIA GPU"),
     ],
 )

@@ -6,14 +6,14 @@ import torch
 from k3mesh.errors import ConfigError
 from kernels.registry import CANDIDATES
 from services.launch.bench import kernels
-from services.launch.bench.kernel_cases import LINEAR, all_cases
+from services.launch.bench.kernel_cases import LINEAR
 from services.launch.bench.kernel_report import layer_sums, markdown, table
 from services.launch.bench.kernel_times import Ceilings
 from services.launch.bench.kernels import Result, Time
 
 
 def test_every_case_times_an_op_of_the_registry_and_no_two_have_one_name():
-    cases = list(all_cases())
+    cases = list(kernels.all_cases())
     assert {case.op for case in cases} <= {*CANDIDATES, LINEAR}
     assert len({case.name for case in cases}) == len(cases)
     assert all(case.bytes > 0 for case in cases)

@@ -91,7 +91,8 @@ def sets(size: int) -> int:
     return -(-COLD_BYTES // size)
 
 
-def all_cases() -> Iterator[Case]:
+def op_cases() -> Iterator[Case]:
+    """All but the routed experts, which expert_cases has."""
     yield from row_cases()
     yield from mla_cases()
     yield from kda_cases()

@@ -21,7 +21,8 @@ from pydantic import Field
 from k3mesh.errors import ConfigError
 from kernels.registry import AUTO, CANDIDATES, REFERENCE, Candidate, resolve
 from services.contracts.flags import FlagSet, Words
-from services.launch.bench.kernel_cases import LINEAR, Case, all_cases
+from services.launch.bench.expert_cases import expert_cases
+from services.launch.bench.kernel_cases import LINEAR, Case, op_cases
 from services.launch.bench.kernel_report import markdown, table
 from services.launch.bench.kernel_times import Ceilings, graph_microseconds, measure_ceilings, microseconds
 
@@ -68,6 +69,11 @@ class Result:
     versions: dict[str, str]
     arguments: list[str]
     date: str
+
+
+def all_cases() -> Iterator[Case]:
+    yield from op_cases()
+    yield from expert_cases()
 
 
 def main(argv: list[str]) -> int:

@@ -81,8 +81,9 @@ class LocalExperts(Protocol):
         """Normal mode. x [m, H]; ids [m, k] int64 local, or -1; weights [m, k] float32, 0 at -1. -> [m, H], weighted sums."""
         ...
 
-    def grouped(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Low latency. x [num_local, rows, H], those from counts[e] on undefined (NaN). -> same shape, rows unweighted."""
+    def grouped(self, x: torch.Tensor, counts: torch.Tensor, most: int | None = None) -> torch.Tensor:
+        """Low latency. x [num_local, rows, H], those from counts[e] on undefined (NaN); the counts' sum is at most `most`.
+        -> same shape, rows unweighted."""
         ...
 
 

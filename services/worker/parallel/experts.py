@@ -67,7 +67,8 @@ class GlooExperts:
         arrived, handle = low_latency.dispatch(
             self.group, self.num_local, self.capacity, self._calls, z, ids, overlap, self._permutation
         )
-        return low_latency.combine(self.group, experts.grouped(arrived.x, arrived.counts), ids, weights, handle)
+        most = self.group.size * self.capacity * min(ids.shape[1], self.num_local)
+        return low_latency.combine(self.group, experts.grouped(arrived.x, arrived.counts, most), ids, weights, handle)
 
     def _check(self, mode: Mode, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: LocalExperts) -> None:
         """What DeepEP's host code asserts, and what its kernels take for granted."""
