@@ -35,9 +35,9 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when all that is queued has been done."""
+    """Return when all that is queued for computing has been done; what travels may still do so."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def memory_peak(device: torch.device, pools: int) -> int:

@@ -31,6 +31,7 @@ from services.worker.model.backends import choose_draft_ops, choose_ops, host_bo
 from services.worker.model.batch import ExpertDispatcher, LayerCaches
 from services.worker.model.decoder import DecoderStage
 from services.worker.model.loader import load_stage_weights
+from services.worker.parallel.collectives import GlooTensorParallel
 from services.worker.parallel.experts import GlooExperts
 from services.worker.parallel.groups import Groups, join
 from services.worker.parallel.sole import SoleExperts
@@ -95,18 +96,25 @@ def build(plan: Plan) -> Built:
     """On the device thread: meet the other ranks, load this rank's shard, make its pools. On a GPU they get what the rest
     leaves, so the rest comes first."""
     a, device = plan.arguments, plan.device
-    groups = join(plan.topology, a.rank, a.dist_init_addr, a.startup_timeout)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    groups = join(plan.topology, a.rank, a.dist_init_addr, a.startup_timeout, nccl=_own_gpu(plan))
     if device.type == "cpu":
         pools = allocate(plan.record(groups, *a.cache_size(plan.geometry)))
         model = _model(plan, groups, pools.caches)
         return Built(groups, model.stage, pools, model.drafter, model.host_bound)
-    torch.cuda.set_device(device)
     dry = dry_caches(plan.record(groups, DRY_UNITS, DRY_UNITS), device)
     model = _model(plan, groups, dry)
     blocks, slots = measured_size(DryRun(a, plan.model, plan.place, model.stage, model.drafter, device))
     pools = allocate(plan.record(groups, groups.least("blocks", blocks, a.startup_timeout), slots), device)
     settle_in(dry, pools.caches)
     return Built(groups, model.stage, replace(pools, caches=dry), model.drafter, model.host_bound)
+
+
+def _own_gpu(plan: Plan) -> torch.device | None:
+    """This rank's, if no other rank of the engine has it too; NCCL connects no others."""
+    alone = plan.device.type == "cuda" and plan.arguments.nprocs_per_node <= torch.cuda.device_count()
+    return plan.device if alone else None
 
 
 @dataclass(frozen=True)
@@ -137,8 +145,9 @@ def _model(plan: Plan, groups: Groups, caches: LayerCaches) -> _Model:
     experts = _experts(plan, groups)
     stage = DecoderStage(model, topology, place, weights, caches, groups.tp, experts, ops)
     drafter, more = _drafter(plan, groups, caches, stage, experts, ops)
-    over_gloo = [it.group.name for it in (groups.tp, experts) if not isinstance(it, SoleExperts) and it.group.size > 1]
-    return _Model(stage, drafter, (*host_bound([*choices, *more]), *over_gloo))
+    slow = ["expert dispatch by gloo's rule"] if isinstance(experts, GlooExperts) and groups.ep.size > 1 else []
+    slow += ["tensor parallelism over gloo"] if isinstance(groups.tp, GlooTensorParallel) and groups.tp.size > 1 else []
+    return _Model(stage, drafter, (*host_bound([*choices, *more]), *slow))
 
 
 def _experts(plan: Plan, groups: Groups) -> SoleExperts | GlooExperts:

@@ -2,7 +2,7 @@
 
     groups = join(topology, rank, "10.0.0.1:29500", startup_timeout=600.0)
     groups.epoch       int, nanoseconds, drawn by rank 0 at this start; equal on every rank of the engine
-    groups.tp          GlooTensorParallel: the attention-TP group (model.batch.TensorParallel)
+    groups.tp          GlooTensorParallel or NcclTensorParallel: the attention-TP group (model.batch.TensorParallel)
     groups.ep          Group: experts.GlooExperts(groups.ep, num_experts, capacity) is the ExpertDispatcher
     groups.pipeline    Pipeline: send_next(*tensors), recv_prev(*outs), flush()
     groups.close()
@@ -16,12 +16,14 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 from torch.distributed import DistError, DistNetworkError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from k3mesh.errors import ConfigError, EngineLost
 from services.contracts.topology import Topology
 from services.worker.parallel.collectives import GlooTensorParallel
 from services.worker.parallel.group import Group
+from services.worker.parallel.nccl import NcclGroup, NcclTensorParallel
 from services.worker.parallel.pipeline import Pipeline
 
 COLLECTIVE_TIMEOUT_S = 60.0  # spec moe-ep §9
@@ -32,7 +34,7 @@ class Groups:
     """One rank's groups. `store` lives as long as they do: rank 0 serves it to the others."""
 
     epoch: int
-    tp: GlooTensorParallel
+    tp: GlooTensorParallel | NcclTensorParallel
     ep: Group
     pipeline: Pipeline
     stages: Group
@@ -63,8 +65,10 @@ def join(
     dist_init_addr: str,
     startup_timeout: float = COLLECTIVE_TIMEOUT_S,
     timeout: float = COLLECTIVE_TIMEOUT_S,
+    nccl: torch.device | None = None,
 ) -> Groups:
-    """Meet all ranks of `topology` within `startup_timeout` seconds; `timeout` bounds each later collective.
+    """Meet all ranks of `topology` within `startup_timeout` seconds; `timeout` bounds each later collective. `nccl`: this
+    rank's GPU, which no other rank of the engine has; without it groups are over gloo.
 
     ConfigError: the address is no host:port or is taken, the rank does not exist, ranks were started with different
     shapes. EngineLost: a rank did not arrive. A world of one opens no socket.
@@ -81,11 +85,14 @@ def join(
 
     def group(kind: str, ranks: list[int]) -> Group:
         shared = PrefixStore(f"{kind}-{ranks[0]}", store) if store is not None and len(ranks) > 1 else None
+        if nccl is not None:
+            return NcclGroup(kind, ranks, rank, shared, hostname, timeout, nccl)
         return Group(kind, ranks, rank, shared, hostname, timeout)
 
     place = topology.place_of(rank)
     stages = group("stages", [topology.rank_of(stage, place.dp, place.tp) for stage in range(topology.stages)])
-    tp = GlooTensorParallel(group("tp", topology.tp_group(rank)))
+    attention = group("tp", topology.tp_group(rank))
+    tp = NcclTensorParallel(attention) if isinstance(attention, NcclGroup) else GlooTensorParallel(attention)
     ep = group("ep", topology.ep_group(rank))
     return Groups(epoch, tp, ep, Pipeline(stages), stages, store, rank, topology.world_size)
 
