@@ -204,7 +204,13 @@ def runner(plan: Plan, rank: Built, agent: AgentLink) -> Runner:
             drafter=rank.drafter,
             device=plan.device,
         )
-    replica = DecodeReplica(
+    return replica(plan, rank)
+
+
+def replica(plan: Plan, rank: Built) -> DecodeReplica:
+    """On the device thread: a decode rank's part of its rounds, captured where that can be."""
+    a, place = plan.arguments, plan.place
+    built = DecodeReplica(
         rank.stage,
         replica=place.dp,
         places=a.replica_seqs,
@@ -216,8 +222,8 @@ def runner(plan: Plan, rank: Built, agent: AgentLink) -> Runner:
         device=plan.device,
     )
     if plan.device.type == "cuda" and a.captures_graphs:
-        _capture(plan, rank, replica)
-    return replica
+        _capture(plan, rank, built)
+    return built
 
 
 def _capture(plan: Plan, rank: Built, replica: DecodeReplica) -> None:
