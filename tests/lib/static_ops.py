@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.ops import BLOCK_ROWS, Ops
+from kernels.ops import BLOCK_ROWS, Ops, Plans
 from kernels.reference.activation import situ_mul
 from kernels.reference.kda import short_conv
 from kernels.reference.mxfp4 import dequantize
@@ -20,14 +20,16 @@ def static(ops: Ops) -> Ops:
 
 
 def mla_decode(
-    q: Tensor, cache: Tensor, block_tables: Tensor, context_lens: Tensor, cu_seqlens: Tensor, scale: float, latent: int
-) -> Tensor:
+    q: Tensor, cache: Tensor, block_tables: Tensor, context_lens: Tensor, cu_seqlens: Tensor, scale: float, latent: int,
+    plans: Plans | None = None,
+) -> Tensor:  # fmt: skip
     return _attend(q, cache, block_tables, context_lens, scale, latent, causal=True)
 
 
 def mla_block(
-    q: Tensor, cache: Tensor, block_tables: Tensor, context_lens: Tensor, cu_seqlens: Tensor, scale: float, latent: int
-) -> Tensor:
+    q: Tensor, cache: Tensor, block_tables: Tensor, context_lens: Tensor, cu_seqlens: Tensor, scale: float, latent: int,
+    plans: Plans | None = None,
+) -> Tensor:  # fmt: skip
     return _attend(q, cache, block_tables, context_lens, scale, latent, causal=False)
 
 
