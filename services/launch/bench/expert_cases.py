@@ -70,7 +70,7 @@ def _routed(rows: int):
     def prepare(op: Callable[..., Any], device: torch.device) -> list[Call]:
         data = Inputs(device)
         experts = _prepared(op, data, P_EXPERTS)
-        ids = data.normal(rows, ALL).float().topk(TOP_K).indices
+        ids = data.normal(rows, ALL, dtype=torch.float32).topk(TOP_K).indices
         ids = torch.where(ids < P_EXPERTS, ids, -1)
         weights = torch.where(ids < 0, 0.0, 1 / TOP_K)
         x = data.normal(rows, LATENT)
