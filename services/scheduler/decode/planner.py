@@ -47,7 +47,7 @@ class DecodePlanner:
         self._residents = Residents(self._rooms, self._suspensions)
         self._refused: dict[ev.Pair, None] = {}  # who waits for capacity, in the order of asking
         self._emptied_due = False
-        self._due: float | None = None  # the first of all requests; rounds only make it later
+        self._due: float | None = inf  # no request's is sooner; None: to be looked for among all of them
         self._lost = False
         self._handlers = self._table_of_events()
         self._room_handlers = self._table_of_states()
@@ -56,8 +56,6 @@ class DecodePlanner:
     def apply(self, event: object, now: float) -> list[ev.Effect]:
         """Something happened -> what must be done, in this order."""
         self._rooms.now, self._rooms.effects = now, []
-        if not isinstance(event, ev.RoundDone):
-            self._due = None
         if not self._lost:
             self._handlers[type(event)](event)
             self._residents.secure_next_rows()
@@ -71,7 +69,7 @@ class DecodePlanner:
 
     # ---- questions
     def next_deadline(self) -> float | None:
-        """When DeadlinePassed is due if nothing happens before."""
+        """When DeadlinePassed is due if nothing happens before; there may be nothing to do then, if what was due went well."""
         rooms = self._rooms
         if self._due is None:
             self._due = min(map(rooms.due, rooms.requests.values()), default=inf)
@@ -103,6 +101,8 @@ class DecodePlanner:
     def check(self) -> None:
         """Every invariant; raises AssertionError."""
         self._rooms.check()
+        soonest = min(map(self._rooms.due, self._rooms.requests.values()), default=inf)
+        assert self._due is None or self._due <= soonest, "a request's time is up sooner than anybody knows"
 
     # ---- prefill engines
     def _paired(self, event: ev.PrefillPaired) -> None:
@@ -114,6 +114,8 @@ class DecodePlanner:
         elif self._arrivals.reserve(asked, self.draining):
             self._rooms.totals["reservations_refused"] += 1
             self._refused[asked.pair] = None
+        elif (request := self._rooms.requests.get(asked.room)) is not None:
+            self._expect(request)
 
     def _cancel_room(self, event: ev.CancelRoom) -> None:
         rooms = self._rooms
@@ -158,6 +160,7 @@ class DecodePlanner:
             self._lose(ev.Failure("internal", f"decode engine {self.shape.engine_id}: {problem}"))
 
     def _deadline(self, _: DeadlinePassed) -> None:
+        self._due = None
         now, rounds = self._rooms.now, self._rooms.rounds
         if rounds and now >= self._rooms.round_since + ROUND_S:
             self._lose_for(f"round {rounds[0].round_id} was not answered within {ROUND_S:g} s")
@@ -225,6 +228,12 @@ class DecodePlanner:
         if handler is None:
             raise RuntimeError(f"no rule for {event} in {request}")
         handler(request, event)
+        self._expect(request)
+
+    def _expect(self, request: Request) -> None:
+        """Its time is up sooner than it was, perhaps."""
+        if self._due is not None:
+            self._due = min(self._due, self._rooms.due(request))
 
     def _table_of_events(self) -> dict[type, Handler]:
         return {
