@@ -60,7 +60,7 @@ def _backend(name: str, supports: Supports, module: str, function: str) -> Candi
 
 
 def _flash_mla(function: str) -> Candidate:
-    return _backend("flash_mla", flash_mla.supports, "flash_mla.attention", function)
+    return _backend("flashmla", flash_mla.supports, "flash_mla.attention", function)
 
 
 def _cuda_kda(function: str) -> Candidate:
@@ -75,7 +75,7 @@ def _reference(module: str, function: str) -> Candidate:
     return _backend(REFERENCE, _always, f"reference.{module}", function)
 
 
-_FLASH_KDA = _backend("flash_kda", flash_kda.supports, "flash_kda.scan", "kda_scan")
+_FLASH_KDA = _backend("flashkda", flash_kda.supports, "flash_kda.scan", "kda_scan")
 _TRITON_SCAN = _triton("kda_scan", "kda_scan", triton_ops.supports_kda)
 _TRITON_BLOCK = _triton("mla", "mla_block", triton_ops.supports_mla)
 _TRITON_ATTENTION = _triton("mla", "mla_attention", triton_ops.supports_mla)

@@ -54,6 +54,13 @@ def test_the_table_and_the_bundle_name_the_same_ops_and_each_ends_at_the_referen
     assert ops.rms_norm is CANDIDATES["rms_norm"][-1].implementation
 
 
+def test_on_a_cpu_every_backend_but_the_reference_asks_for_a_gpu():
+    for candidates in CANDIDATES.values():
+        for candidate in candidates[:-1]:
+            reason = candidate.supports(CPU, geometry(torch.bfloat16))
+            assert reason is not None and "needs an NVIDIA GPU of compute capability" in reason, candidate.backend
+
+
 @needs_golden
 def test_a_backend_flag_that_is_unusable_here_is_a_configuration_error_that_names_the_flag():
     model = golden_model(TINY)
