@@ -10,7 +10,7 @@ from random import Random
 
 from services.contracts.events import DeadlinePassed
 from services.contracts.geometry import blocks_for, verify_widths
-from services.contracts.ids import BLOCK_TOKENS, BlockId, GlobalRank, ImageBlock, Place, RequestId, Room, SlotId, Token
+from services.contracts.ids import BLOCK_TOKENS, BlockId, GlobalRank, ImageBlock, Place, Replica, RequestId, Room, SlotId, Token
 from services.contracts.lifecycle import TERMINAL, State, may_follow
 from services.contracts.placement import Manifest
 from services.scheduler.block_keys import BlockKeys, token_bytes
@@ -353,7 +353,8 @@ class DecodeWorld:
             part = plan.replicas[manifest.replica]
             known = [held[place] for place in part.live if place in held]
             installs = [*part.installs, *(it.install for it in part.restores)]
-            blocks = {block for it in (*known, *installs, *part.deltas) for block in it.blocks}
+            grown = plan.deltas.get(manifest.replica, {}).values()
+            blocks = {block for of in (*(it.blocks for it in (*known, *installs)), *grown) for block in of}
             assert not blocks & set(manifest.blocks), "a round may still write there"
             assert manifest.slot not in {it.slot for it in (*known, *installs)}, "a round may still write there"
         leaving = [it for it in held.values() if self.rooms[it.room].state is State.RETRACTING]
@@ -385,8 +386,8 @@ class DecodeWorld:
                 assert install.slot == model.manifest.slot and install.window == model.anchor.window
                 self.windows[install.room] = 1 + model.proposals  # padding behind them
                 places[install.place] = ModelPlace(install.room, list(install.blocks), install.slot, install.position)
-            for delta in part.deltas:
-                places[delta.place].blocks += delta.blocks
+            for place, blocks in plan.deltas.get(Replica(replica), {}).items():
+                places[place].blocks += blocks
             self.busy[replica] = [self._copy_out(replica, it) for it in part.retracts]
             for it in part.restores:
                 self._copy_back(replica, it)

@@ -83,8 +83,10 @@ def test_a_manifest_keeps_its_blocks_in_order_with_their_generations():
 
 def test_every_replica_gets_the_rounds_head_and_its_own_rows():
     install = ev.PlaceInstall(Place(2), ROOM, (BlockId(9), BlockId(4)), SlotId(3), 200, (Token(7),), SAMPLING)
-    busy = ev.ReplicaPlan((Place(2),), (install,), (ev.BlockDelta(Place(0), (BlockId(5),)),), (Place(0), Place(2)), Width(4, 7))
-    plan = ev.RoundPlan(17, 4, RoundMode.LOW_LATENCY_EAGER, (busy, ev.ReplicaPlan((), (), (), (), IDLE)))
+    busy = ev.ReplicaPlan((Place(2),), (install,), (Place(0), Place(2)), Width(4, 7))
+    plan = ev.RoundPlan(
+        17, 4, RoundMode.LOW_LATENCY_EAGER, (busy, ev.ReplicaPlan((), (), (), IDLE)), {Replica(0): {Place(0): (BlockId(5),)}}
+    )
     first, second = wire.round_commands(plan, fence=6)
     for command in (first, second):
         assert (command.fence, command.round.round_id, command.round.bucket) == (6, 17, 4)
@@ -103,8 +105,8 @@ def test_what_is_copied_to_images_and_back_goes_to_its_replica_alone():
     install = ev.PlaceInstall(Place(1), ROOM, (BlockId(9), BlockId(4)), SlotId(3), 200, (Token(7), Token(8)), SAMPLING)
     out, back = (ImageBlock(5), ImageBlock(2)), (ImageBlock(8), ImageBlock(1), ImageBlock(0))
     retract = ev.PlaceRetract(Place(2), Room(77), 128, out)
-    busy = ev.ReplicaPlan((), (), (), (), IDLE, (retract,), (ev.PlaceRestore(install, 1, back),))
-    plan = ev.RoundPlan(17, 0, RoundMode.LOW_LATENCY_EAGER, (busy, ev.ReplicaPlan((), (), (), (), IDLE)))
+    busy = ev.ReplicaPlan((), (), (), IDLE, (retract,), (ev.PlaceRestore(install, 1, back),))
+    plan = ev.RoundPlan(17, 0, RoundMode.LOW_LATENCY_EAGER, (busy, ev.ReplicaPlan((), (), (), IDLE)), {})
     first, second = (command.round for command in wire.round_commands(plan, fence=6))
     (gone,), (came,) = first.retracts, first.restores
     assert (gone.place, gone.room, gone.position, list(gone.image)) == (2, 77, 128, [5, 2])

@@ -1,7 +1,8 @@
 """What happens to the decode planner and what it asks for in return. Frozen data that carries ids, never handles."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NewType
+from typing import Literal, NamedTuple, NewType
 
 from services.contracts.ids import BlockId, BlockKey, GlobalRank, ImageBlock, Place, Replica, RequestId, Room, SlotId, Token
 from services.contracts.lifecycle import State
@@ -282,12 +283,6 @@ class PlaceInstall:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockDelta:
-    place: Place
-    blocks: tuple[BlockId, ...]  # appended to the place's table
-
-
-@dataclass(frozen=True, slots=True)
 class PlaceRetract:
     """The place's request goes to its image, and the place is empty."""
 
@@ -307,14 +302,12 @@ class PlaceRestore:
     image: tuple[ImageBlock, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaPlan:
-    """One replica's part, in the order in which it takes effect: clears, installs, deltas, retracts, restores, then the live
-    rows run. A block may be read by a retract and named in a delta or a restore, whose rows come after."""
+class ReplicaPlan(NamedTuple):
+    """One replica's part, in the order in which it takes effect: clears, installs, the round's deltas, retracts, restores, then
+    the live rows run. A block may be read by a retract and named in a delta or a restore, whose rows come after."""
 
     clears: tuple[Place, ...]
     installs: tuple[PlaceInstall, ...]
-    deltas: tuple[BlockDelta, ...]
     live: tuple[Place, ...]
     width: Width
     retracts: tuple[PlaceRetract, ...] = ()
@@ -327,3 +320,4 @@ class RoundPlan:
     bucket: int
     mode: RoundMode
     replicas: tuple[ReplicaPlan, ...]  # all of them, idle ones with no live rows
+    deltas: Mapping[Replica, Mapping[Place, tuple[BlockId, ...]]]  # blocks that tables of live places grow by

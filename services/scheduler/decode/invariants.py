@@ -99,17 +99,16 @@ def check_rounds(requests: Mapping[Room, Request], rounds: Sequence[LaunchedRoun
 def check_lineup(
     lineup: Lineup, residents: Sequence[Mapping[Room, Request]], rounds: Sequence[LaunchedRound], shape: EngineShape
 ) -> None:
-    """Every resident is in line or beside it, or its last token is under way. Whoever is in line and need not be looked at for
-    the next round has the blocks for it and reaches it."""
+    """Every resident is in line or beside it, or its last token is under way. Whoever is in line and not near its
+    end has the blocks for the next round and reaches it."""
     out = rounds[-1] if rounds else None
-    for replica, (line, of_replica) in enumerate(zip(lineup.lines, residents, strict=True)):
+    for line, of_replica in zip(lineup.lines, residents, strict=True):
         for place, request in line.members.items():
             state = request.state
             assert of_replica.get(request.room) is request and isinstance(state, Decoding), f"{request.room} is in line"
             assert state.holding.place == place and state.until is None, f"{request.room} is in line at another's place"
-            assert state.look > lineup.launched, f"{request.room} of replica {replica} was not looked at"
             enough = len(state.holding.blocks) >= blocks_next(request, shape, out) and not surely_ends(request, out)
-            assert enough or state.due(lineup.launched + 1), f"{request.room} is looked at too late"
+            assert enough or lineup.near.get(request.room) is request, f"{request.room} is not looked at in time"
         for room, request in of_replica.items():
             state = request.state
             assert isinstance(state, Installed | Decoding)
@@ -117,6 +116,8 @@ def check_lineup(
             if not member and not beside:
                 assert any(part_in(request, it) and surely_ends(request, it) for it in rounds), f"{room} is forgotten"
             assert not (member and beside), f"{room} is in line and beside it"
+    known = {request.room for line in lineup.lines for request in line.members.values()}
+    assert lineup.near.keys() <= known, "somebody who is in no line is near its end there"
     assert all(room in residents[it.replica] for room, it in lineup.beside.items()), "somebody who is gone waits beside a line"
 
 

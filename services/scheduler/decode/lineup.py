@@ -1,26 +1,30 @@
 """Who is in the next round, kept from round to round: planning one touches only those for whom it changes something.
 
-A resident is in its replica's line from its first round on, until it ends, makes way, or lacks the blocks of a round. While it
-is in line nobody has to look at it before the first round for which it may lack blocks or which it may not reach, however many
-tokens the rounds until then give it. Residents that are in no line, newcomers and those who wait for blocks, are looked at
-for every round.
+A resident is in its replica's line from its first round on, until it ends, makes way, or lacks the blocks of a round. When a
+round has landed, whoever may run full of its blocks within the next two gets more, if there are free ones for all who may.
+Who got none, or has its last token coming, is near its end and is looked at for every round, as are those in no line:
+newcomers, and who waits for blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.contracts.ids import BLOCK_TOKENS, Place, Replica, Room
+from services.contracts.geometry import blocks_for
+from services.contracts.ids import BLOCK_TOKENS, BlockId, Place, Replica, Room
 from services.scheduler.decode.buckets import RoundMode, shape_of
 from services.scheduler.decode.capacity import Holding, Pool
 from services.scheduler.decode.copies import copies, is_due
-from services.scheduler.decode.events import BlockDelta, PlaceInstall, ReplicaPlan, RoundPlan
+from services.scheduler.decode.events import PlaceInstall, ReplicaPlan, RoundPlan
 from services.scheduler.decode.request import Decoding, Installed, Request
 from services.scheduler.decode.rounds import LaunchedRound, Row, blocks_next, part_in, surely_ends
 from services.scheduler.decode.shape import EngineShape
 from services.scheduler.decode.widths import IDLE, Width, Widths
 
 CLEAR_ONLY = (0, RoundMode.LOW_LATENCY_EAGER)
-NOTHING = ReplicaPlan((), (), (), (), IDLE)
+NOTHING = ReplicaPlan((), (), (), IDLE)
+ROUNDS_AHEAD = 2  # that may be planned before the next one lands
+
+Wanted = tuple[Request, Decoding | Installed, int]  # with so many blocks in all
 
 
 @dataclass(slots=True)
@@ -28,23 +32,26 @@ class Line:
     """One replica's, and what its workers do not know yet of those in it."""
 
     members: dict[Place, Request] = field(default_factory=dict[Place, Request])
-    window: int = 1  # tokens of the shortest window when the last round has landed, padding not counted; 1 where nobody is
     moved: bool = False  # somebody joined or left since the last round
     rows: tuple[Row, ...] = ()  # of that round, by place
     quiet: ReplicaPlan = NOTHING  # that round's part, if it had nothing but its rows
-    news: dict[Place, Request] = field(default_factory=dict[Place, Request])  # who joined or got blocks
+    joined: dict[Place, Request] = field(default_factory=dict[Place, Request])
 
 
 class Lineup:
-    """All replicas' lines, and the calendar of looks."""
+    """All replicas' lines."""
 
     def __init__(self, shape: EngineShape):
         self.lines = [Line() for _ in range(shape.replicas)]
         self.beside: dict[Room, Request] = {}  # in no line
+        self.near: dict[Room, Request] = {}  # in line, and perhaps not in the next round
         self.launched = 0  # rounds
         self._shape = shape
-        self._looks: dict[int, dict[Room, Request]] = {}  # by round
+        self._margin = shape.rows_ahead + ROUNDS_AHEAD * shape.verify_width
+        self._deltas: dict[Replica, dict[Place, tuple[BlockId, ...]]] = {}  # that the workers do not know yet
         self._touched: set[Replica] = set()  # whose part of the next round is not that of the last one
+        self._live = [0] * shape.replicas  # members
+        self._windows = [1] * shape.replicas  # tokens of a line's shortest window when the last round has landed, no padding
         self._parts = [NOTHING] * shape.replicas  # of the last round
         self._rows: list[tuple[Row, ...]] = [()] * shape.replicas  # likewise
         self._widths = (IDLE,) * shape.replicas  # likewise
@@ -57,46 +64,78 @@ class Lineup:
     def leave(self, request: Request, state: Installed | Decoding) -> None:
         """A resident less."""
         if isinstance(state, Decoding) and state.until is None:
-            self._drop(state)
+            self._drop(request, state)
         self.beside.pop(request.room, None)
         self._touched.add(state.holding.replica)
-
-    def grow(self, pool: Pool, holding: Holding, blocks: int) -> bool:
-        """Bring a resident to `blocks` blocks; False and no change if they are not there."""
-        held = len(holding.blocks)
-        if held >= blocks:
-            return True
-        grown = pool.grow(holding, blocks)
-        line = self.lines[pool.replica]
-        member = line.members.get(holding.place)
-        if grown and member is not None:
-            line.news[holding.place] = member
-            self._touched.add(pool.replica)
-        return grown
 
     def touch(self, replica: Replica) -> None:
         """Places are to be cleared or images to be copied there."""
         self._touched.add(replica)
 
-    # ---- the next round
+    # ---- blocks
+    def is_near(self, request: Request, holding: Holding, position: int, completion: int) -> bool:
+        """Whether somebody at this position may lack blocks for one of the next rounds, or has its last token coming."""
+        return len(holding.blocks) * BLOCK_TOKENS < position + self._margin or completion + 1 >= request.budget
+
+    def landed(self, near: Iterable[Request], pools: Sequence[Pool]) -> None:
+        """These were in the round that has landed. They get the blocks of the rounds before the next one lands, as far as they
+        will say so much, if there are free ones for all of their replica."""
+        wanted: list[Wanted] = []
+        for request in near:
+            state = request.state
+            if isinstance(state, Decoding) and state.until is None:
+                self.near[request.room] = request
+                left = request.budget - 1 - state.progress.completion
+                rows = self._shape.rows_ahead + min(left, ROUNDS_AHEAD * self._shape.verify_width)
+                if left > 0:
+                    wanted.append((request, state, blocks_for(state.progress.position + rows)))
+        self._grow_all(wanted, pools)
+        for request, state, _ in wanted:
+            assert isinstance(state, Decoding)
+            self._watch(request, state, None)
+
     def secure(self, out: LaunchedRound, pools: Sequence[Pool]) -> bool:
         """Whether everybody gets the blocks of the round behind `out`, too, without taking them from somebody: whom to take
         them from is decided when it is known who has ended. If so they have them."""
-        wanted: list[tuple[Pool, Holding, int]] = []
-        lacking: dict[Replica, int] = {}
-        for request in (*self._due(), *self.beside.values()):
-            assert isinstance(request.state, Installed | Decoding)
-            holding, blocks = request.state.holding, blocks_next(request, self._shape, out)
-            more = blocks - len(holding.blocks)
-            if more > 0 and not surely_ends(request, out):
-                wanted.append((pools[holding.replica], holding, blocks))
-                lacking[holding.replica] = lacking.get(holding.replica, 0) + more
-        if any(more > pools[replica].cache.blocks_available for replica, more in lacking.items()):
-            return False
-        for pool, holding, blocks in wanted:
-            self.grow(pool, holding, blocks)
-        return True
+        wanted: list[Wanted] = []
+        for request in (*self.near.values(), *self.beside.values()):
+            state = request.state
+            assert isinstance(state, Installed | Decoding)
+            if not surely_ends(request, out):
+                wanted.append((request, state, blocks_next(request, self._shape, out)))
+        return self._grow_all(wanted, pools)
 
+    def _grow_all(self, wanted: Iterable[Wanted], pools: Sequence[Pool]) -> bool:
+        """All of a replica, or none of it -> whether it was all of all."""
+        lacking: dict[Replica, int] = {}
+        for _, state, blocks in wanted:
+            more = blocks - len(state.holding.blocks)
+            if more > 0:
+                lacking[state.holding.replica] = lacking.get(state.holding.replica, 0) + more
+        enough = {replica for replica, more in lacking.items() if more <= pools[replica].cache.blocks_available}
+        for request, state, blocks in wanted if enough else ():
+            if state.holding.replica in enough:
+                self.grow(pools[state.holding.replica], request, state, blocks)
+        return len(enough) == len(lacking)
+
+    def grow(self, pool: Pool, request: Request, state: Installed | Decoding, blocks: int) -> bool:
+        """Bring a resident to `blocks` blocks; False and no change if they are not there."""
+        if len(state.holding.blocks) >= blocks:
+            return True
+        grown = pool.grow(state.holding, blocks)
+        if grown and isinstance(state, Decoding) and state.until is None:
+            self._tell(state)
+        return grown
+
+    def _tell(self, state: Decoding) -> None:
+        """The next round brings the workers the blocks that they do not know."""
+        holding, known = state.holding, state.known_blocks
+        if known:
+            deltas = self._deltas.setdefault(holding.replica, {})
+            deltas[holding.place] = (*deltas.get(holding.place, ()), *holding.blocks[known:])
+            state.known_blocks = len(holding.blocks)
+
+    # ---- the next round
     def launch(
         self,
         out: LaunchedRound | None,
@@ -113,10 +152,9 @@ class Lineup:
         images are copied; where nobody can run, by a round of bucket 0, in which nothing does.
         """
         self._line_up(out)
-        live = [len(line.members) for line in self.lines]
-        size = shape_of(live, self._shape.buckets, self._shape.graphs)
+        size = shape_of(self._live, self._shape.buckets, self._shape.graphs)
         if size is not None:
-            how_wide = widths.plan(size[0], live, [line.window for line in self.lines])
+            how_wide = widths.plan(size[0], self._live, self._windows)
         elif any(is_due(it) for requests in suspended for it in requests.values()) or (
             any(pool.clears for pool in pools) and not any(residents)
         ):
@@ -125,7 +163,8 @@ class Lineup:
             return None
         self.launched += 1
         copied = self._write_parts(how_wide, pools, suspended)
-        plan = RoundPlan(self.launched, *size, tuple(self._parts))
+        plan = RoundPlan(self.launched, *size, tuple(self._parts), self._deltas)
+        self._deltas = {}
         return plan, LaunchedRound(self.launched, now, tuple(self._rows), how_wide, copied)
 
     def _write_parts(
@@ -141,107 +180,96 @@ class Lineup:
             line, pool, width, away = self.lines[replica], pools[replica], how_wide[replica], suspended[replica]
             part = self._quiet_part(line, width)
             self._rows[replica] = line.rows
-            if line.news or pool.clears or away:
-                installs, deltas = _news(line)
+            self._windows[replica] = 1 + width.proposals if line.rows else 1
+            if line.joined or pool.clears or away:
+                installs = self._installs(line)
                 retracts, restores = copies(away.values(), self.launched) if away else ((), ())
                 copied += [it.room for it in retracts] + [it.install.room for it in restores]
-                part = ReplicaPlan(tuple(sorted(pool.clears)), installs, deltas, part.live, width, retracts, restores)
+                part = ReplicaPlan(tuple(sorted(pool.clears)), installs, part.live, width, retracts, restores)
                 pool.clears.clear()
                 self._touched.add(replica)  # the round after this one says that no more
             self._parts[replica] = part
         return tuple(copied)
 
     def _quiet_part(self, line: Line, width: Width) -> ReplicaPlan:
+        if line.moved:
+            line.rows = tuple([(place, line.members[place].room) for place in sorted(line.members)])
         if line.moved or line.quiet.width != width:
-            if line.moved:
-                line.rows = tuple([(place, line.members[place].room) for place in sorted(line.members)])
-            line.quiet = ReplicaPlan((), (), (), tuple([place for place, _ in line.rows]), width)
+            line.quiet = ReplicaPlan((), (), tuple([place for place, _ in line.rows]), width)
             line.moved = False
-        line.window = 1 + width.proposals if line.rows else 1
         return line.quiet
+
+    def _installs(self, line: Line) -> tuple[PlaceInstall, ...]:
+        """Whom the workers do not know; afterwards they do."""
+        installs: list[PlaceInstall] = []
+        for place in sorted(line.joined):
+            request = line.joined[place]
+            state = request.state
+            assert isinstance(state, Decoding)
+            holding, progress = state.holding, state.progress
+            blocks, window, sampling = tuple(holding.blocks), progress.window, request.asked.sampling
+            installs.append(PlaceInstall(place, request.room, blocks, holding.slot, progress.position, window, sampling))
+            state.known_blocks = len(blocks)
+        line.joined.clear()
+        return tuple(installs)
 
     def _line_up(self, out: LaunchedRound | None) -> None:
         """Who leaves the line and who joins it for the next round."""
-        number = self.launched + 1
-        for request in self._due():
+        for request in list(self.near.values()):
             state = request.state
             assert isinstance(state, Decoding)
             ends = surely_ends(request, out)
             if ends or len(state.holding.blocks) < blocks_next(request, self._shape, out):
-                self._drop(state)
+                self._drop(request, state)
                 if not ends:
                     self.beside[request.room] = request
             else:
-                self._look_again(request, state, out)
-        self._looks.pop(number, None)
+                self._watch(request, state, part_in(request, out))
         for request in list(self.beside.values()):
-            state = request.state
-            assert isinstance(state, Installed | Decoding)
             if surely_ends(request, out):
                 del self.beside[request.room]
-            elif len(state.holding.blocks) >= blocks_next(request, self._shape, out):
+                continue
+            assert isinstance(request.state, Installed | Decoding)
+            if len(request.state.holding.blocks) >= blocks_next(request, self._shape, out):
                 del self.beside[request.room]
                 self._put(request, out)
 
     def _put(self, request: Request, out: LaunchedRound | None) -> None:
         state = request.state
         assert isinstance(state, Installed | Decoding)
-        holding, line = state.holding, self.lines[state.holding.replica]
-        part = part_in(request, out)
-        window = state.progress.usable if part is None else 1 + part.proposals
-        line.window = min(line.window, window) if line.members else window
-        line.members[holding.place] = line.news[holding.place] = request
+        holding, progress, replica = state.holding, state.progress, state.holding.replica
+        line, part = self.lines[replica], part_in(request, out)
+        window = progress.usable if part is None else 1 + part.proposals
+        self._windows[replica] = min(self._windows[replica], window) if self._live[replica] else window
+        line.members[holding.place] = request
         line.moved = True
-        self._touched.add(holding.replica)
-        if isinstance(state, Decoding):
-            self._look_again(request, state, out)
-            state.until = None
+        self._live[replica] += 1
+        self._touched.add(replica)
+        if isinstance(state, Installed):
+            request.state = state = Decoding(holding, progress, known_blocks=0, until=None)
+            line.joined[holding.place] = request
         else:
-            request.state = state = Decoding(holding, state.progress, known_blocks=0, until=None)
-            self._look_again(request, state, None)
+            state.until = None
+            if len(holding.blocks) > state.known_blocks:
+                self._tell(state)
+        self._watch(request, state, part)
 
-    def _drop(self, state: Decoding) -> None:
+    def _watch(self, request: Request, state: Decoding, part: Width | None) -> None:
+        """Note whether somebody in line is near its end when the next round begins; `part`: in the round that is out."""
+        moved = 0 if part is None else part.width
+        if self.is_near(request, state.holding, state.progress.position + moved, state.progress.completion + moved):
+            self.near[request.room] = request
+        else:
+            self.near.pop(request.room, None)
+
+    def _drop(self, request: Request, state: Decoding) -> None:
         replica, place = state.holding.replica, state.holding.place
         line = self.lines[replica]
         del line.members[place]
-        line.news.pop(place, None)
+        line.joined.pop(place, None)
+        state.known_blocks -= len(self._deltas.get(replica, {}).pop(place, ()))
         line.moved = True
+        self._live[replica] -= 1
+        self.near.pop(request.room, None)
         state.until = self.launched
         self._touched.add(replica)
-
-    def _look_again(self, request: Request, state: Decoding, out: LaunchedRound | None) -> None:
-        """Note the first round after the next one for which it may lack blocks, or which it may not reach."""
-        progress, most = state.progress, self._shape.verify_width
-        part = part_in(request, out)
-        moved = 0 if part is None else part.width  # at most, when the next round begins
-        rows_left = len(state.holding.blocks) * BLOCK_TOKENS - self._shape.rows_ahead - progress.position - moved
-        tokens_left = request.budget - 1 - progress.completion - moved
-        rounds = min(rows_left // most, (tokens_left - 1) // most + 1 if tokens_left > 0 else 0)
-        state.look = self.launched + 2 + rounds
-        self._looks.setdefault(state.look, {})[request.room] = request
-
-    def _due(self) -> list[Request]:
-        """Members that must be looked at for the next round."""
-        number = self.launched + 1
-        noted = self._looks.get(number)
-        return [it for it in noted.values() if isinstance(it.state, Decoding) and it.state.due(number)] if noted else []
-
-
-def _news(line: Line) -> tuple[tuple[PlaceInstall, ...], tuple[BlockDelta, ...]]:
-    """What the workers do not know yet of those in line; afterwards they do."""
-    installs: list[PlaceInstall] = []
-    deltas: list[BlockDelta] = []
-    for place in sorted(line.news):
-        request = line.news[place]
-        state = request.state
-        assert isinstance(state, Decoding)
-        holding, progress = state.holding, state.progress
-        if not state.known_blocks:
-            blocks = tuple(holding.blocks)
-            window, sampling = progress.window, request.asked.sampling
-            installs.append(PlaceInstall(place, request.room, blocks, holding.slot, progress.position, window, sampling))
-        elif len(holding.blocks) > state.known_blocks:
-            deltas.append(BlockDelta(place, tuple(holding.blocks[state.known_blocks :])))
-        state.known_blocks = len(holding.blocks)
-    line.news.clear()
-    return tuple(installs), tuple(deltas)

@@ -109,11 +109,6 @@ class Decoding:
     progress: Progress
     known_blocks: int  # how much of the block table the workers have; 0: they do not have it at all yet
     until: int | None  # the last round that had it; None: it is in all since it came in line (lineup.py)
-    look: int = 0  # the round for which it has to be looked at again, if it is in line
-
-    def due(self, round_id: int) -> bool:
-        """Whether it is in line and to be looked at for this round."""
-        return self.until is None and self.look == round_id
 
 
 @dataclass(slots=True)

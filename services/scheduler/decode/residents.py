@@ -53,6 +53,8 @@ class Residents:
         verdicts: list[list[Verdict]] = []
         said: list[tuple[Request, tuple[Token, ...]]] = []
         ended: list[tuple[Request, ev.Finished]] = []
+        near: list[Request] = []
+        is_near = self._rooms.lineup.is_near
         for rows, width, entries in zip(launched.rows, launched.widths, done.replicas, strict=True):
             verdicts.append([])
             right: list[int] = []  # proposals, of each request
@@ -60,13 +62,15 @@ class Residents:
             for (_, room), entry in zip(rows, entries, strict=True):
                 request = self._rooms.requests[room]
                 match request.state:
-                    case Decoding(progress=progress):
+                    case Decoding(holding=holding, progress=progress):
                         verdicts[-1] += progress.guesses.compare(entry.tokens)
                         right.append(len(entry.tokens) - 1)
                         tokens, end = self._advance(request, progress, entry, width.width)
                         said.append((request, tokens))
                         if end is not None:
                             ended.append((request, end))
+                        elif is_near(request, holding, progress.position, progress.completion):
+                            near.append(request)
                     case Finishing(holding=holding, progress=progress, round_id=last):
                         if last == done.round_id:
                             self._rooms.leave(request, progress, holding)
@@ -76,6 +80,7 @@ class Residents:
         self._rooms.publish(said)
         for request, end in ended:
             self._finish(request, end)
+        self._rooms.lineup.landed(near, self._rooms.pools)
         for room in done.copied:
             self._suspensions.copied(self._rooms.requests[room])
         if any(launched.rows):
@@ -160,7 +165,9 @@ class Residents:
         return blocked if waits else None
 
     def _grow(self, pool: Pool, request: Request) -> bool:
-        return self._rooms.lineup.grow(pool, *self._next_blocks(request))
+        state = request.state
+        assert isinstance(state, Installed | Decoding)
+        return self._rooms.lineup.grow(pool, request, state, self._next_blocks(request)[1])
 
     def _next_blocks(self, request: Request) -> tuple[Holding, int]:
         """What it holds, and how many blocks its next round takes."""

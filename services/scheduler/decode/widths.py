@@ -70,8 +70,11 @@ class Widths:
     def plan(self, bucket: int, live: Sequence[int], windows: Sequence[int]) -> tuple[Width, ...]:
         """The round that comes, by replica: `live` requests, whose shortest window has `windows` tokens."""
         self._round += 1
+        if self._full == 1:
+            self._steady.append(None)
+            return (IDLE,) * len(live)
         self._costs.count(bucket)
-        if self._adaptive and self._full > 1:
+        if self._adaptive:
             self._choose(bucket, live)
         off = [it for it, rows in zip(self._replicas, live, strict=True) if rows and it.target == 1 < self._full]
         looking = not self._references and any(self._round >= it.look_at for it in off)  # together: all wait for the round
@@ -109,8 +112,6 @@ class Widths:
         it.look_at = min(it.look_at, self._round + it.rest)
 
     def _part(self, it: _Replica, window: int, looking: bool) -> Width:
-        if self._full == 1:
-            return IDLE
         width = max(width for width in self.ladder if width <= min(it.target, window))
         if it.target > 1 or not looking:
             return Width(width, it.target - 1)

@@ -170,7 +170,10 @@ class RoundResult:
 
 def round_commands(plan: ev.RoundPlan, fence: int) -> list[worker_pb2.WorkerCommand]:
     """One command a replica, in replica order: the common head and the replica's own rows."""
-    return [worker_pb2.WorkerCommand(fence=fence, round=_round(plan, part)) for part in plan.replicas]
+    return [
+        worker_pb2.WorkerCommand(fence=fence, round=_round(plan, replica))
+        for replica in map(Replica, range(len(plan.replicas)))
+    ]
 
 
 def worker_report(message: worker_pb2.WorkerReport) -> WorkerHello | RoundResult | ev.Failure | None:
@@ -246,14 +249,15 @@ def agent_report(rank: GlobalRank, message: transfer_pb2.AgentReport) -> AgentRe
 
 
 # ---- parts
-def _round(plan: ev.RoundPlan, part: ev.ReplicaPlan) -> worker_pb2.RoundPlan:
+def _round(plan: ev.RoundPlan, replica: Replica) -> worker_pb2.RoundPlan:
+    part, grown = plan.replicas[replica], plan.deltas.get(replica, {})
     return worker_pb2.RoundPlan(
         round_id=plan.round_id,
         bucket=plan.bucket,
         mode=MODES[plan.mode],
         clears=part.clears,
         installs=list(map(_install, part.installs)),
-        deltas=[worker_pb2.BlockDelta(place=delta.place, blocks=delta.blocks) for delta in part.deltas],
+        deltas=[worker_pb2.BlockDelta(place=place, blocks=grown[place]) for place in sorted(grown)],
         live=part.live,
         width=part.width.width,
         proposals=part.width.proposals,
