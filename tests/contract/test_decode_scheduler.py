@@ -95,7 +95,7 @@ async def test_block_tables_grow_with_the_answer(scheduler, prefill, peers):
     plans = peers.workers[0].rounds
     assert len(plans[0].installs[0].blocks) == 1
     grown = [(plan.round_id, len(delta.blocks)) for plan in plans for delta in plan.deltas]
-    assert grown == [(7, 1), (135, 1)], "two rounds before positions 128 and 256 are written"
+    assert grown == [(8, 1), (136, 1)], "a round before positions 128 and 256 are written"
 
 
 async def test_a_client_that_attaches_late_gets_every_token_once(scheduler, prefill):

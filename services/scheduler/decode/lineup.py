@@ -113,12 +113,12 @@ class Lineup:
             if more > 0:
                 lacking[state.holding.replica] = lacking.get(state.holding.replica, 0) + more
         enough = {replica for replica, more in lacking.items() if more <= pools[replica].cache.blocks_available}
-        for request, state, blocks in wanted if enough else ():
+        for _, state, blocks in wanted if enough else ():
             if state.holding.replica in enough:
-                self.grow(pools[state.holding.replica], request, state, blocks)
+                self.grow(pools[state.holding.replica], state, blocks)
         return len(enough) == len(lacking)
 
-    def grow(self, pool: Pool, request: Request, state: Installed | Decoding, blocks: int) -> bool:
+    def grow(self, pool: Pool, state: Installed | Decoding, blocks: int) -> bool:
         """Bring a resident to `blocks` blocks; False and no change if they are not there."""
         if len(state.holding.blocks) >= blocks:
             return True

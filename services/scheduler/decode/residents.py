@@ -167,7 +167,7 @@ class Residents:
     def _grow(self, pool: Pool, request: Request) -> bool:
         state = request.state
         assert isinstance(state, Installed | Decoding)
-        return self._rooms.lineup.grow(pool, request, state, self._next_blocks(request)[1])
+        return self._rooms.lineup.grow(pool, state, self._next_blocks(request)[1])
 
     def _next_blocks(self, request: Request) -> tuple[Holding, int]:
         """What it holds, and how many blocks its next round takes."""
