@@ -153,6 +153,8 @@ def _backends(a: EngineArguments) -> None:
             )
     if a.moe_backend in ("wgmma", "marlin") and a.compute_dtype != "bfloat16":
         raise refusal("moe_backend", a.moe_backend, "takes bfloat16 activations only", "give --dtype bfloat16")
+    if a.all2all_backend == "deepep" and a.compute_dtype != "bfloat16":
+        raise refusal("all2all_backend", "deepep", "carries bfloat16 rows only", "give --dtype bfloat16, or gloo")
     if a.all2all_backend == "deepep" and a.moe_backend == "reference":
         raise refusal(
             "all2all_backend",
@@ -253,8 +255,6 @@ def check_runnable(a: EngineArguments, cuda: bool) -> None:
             raise refusal(field, backend, "needs an NVIDIA GPU, and this machine has none", f"on a CPU host use {instead}")
         if a.device == "cpu":
             raise refusal(field, backend, "needs an NVIDIA GPU, and --device is cpu", f"use {instead}, or --device cuda")
-        if field == "all2all_backend":
-            raise refusal(field, backend, "is not available in this version", f"use {instead}")
 
 
 def check_files(a: EngineArguments) -> None:

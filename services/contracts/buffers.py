@@ -72,7 +72,7 @@ def normal_bytes(hidden: int, ranks: int) -> tuple[int, int]:
     return aligned(nvlink, 128), aligned(rdma, 128)
 
 
-def _expert_buffers(a: EngineArguments, model: ModelConfig, topology: Topology) -> list[Part]:
+def expert_buffers(a: EngineArguments, model: ModelConfig, topology: Topology) -> list[Part]:
     nvlink, rdma = normal_bytes(model.routed_expert_hidden_size, topology.ep_size)
     if topology.role == "prefill":
         return [Part("expert buffers, normal mode", nvlink + EXPERT_WORKSPACE)]
@@ -164,7 +164,7 @@ def working_parts(
 ) -> list[Part]:
     """Everything of one rank that is neither weights nor cache. On a host the experts' rows go by the process' own heap."""
     spread = gpu and topology.ep_size > 1 and a.all2all_backend != "gloo"
-    parts = _expert_buffers(a, model, topology) if spread else []
+    parts = expert_buffers(a, model, topology) if spread else []
     parts += _step(a, model, topology, place, draft) if topology.role == "prefill" else _round(a, model, topology, draft, gpu)
     if gpu:
         return [*parts, Part("staging frames", staging_bytes()), Part("libraries", CUDA_LIBRARIES)]

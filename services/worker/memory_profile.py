@@ -38,6 +38,7 @@ class DryRun:
     stage: DecoderStage
     drafter: Drafter | None
     device: torch.device
+    beside: tuple[Part, ...] = ()  # of the GPU's memory, that torch does not manage
 
 
 def dry_caches(record: Placement, device: torch.device) -> LayerCaches:
@@ -72,6 +73,7 @@ def measured_size(it: DryRun) -> tuple[int, int]:
         Part("weights", weights),
         Part("a largest batch", batch),
         Part("graphs", batch + graph_bytes(a) if a.captures_graphs else 0),  # they have a pool of their own for their batches
+        *it.beside,
         Part("staging frames", staging_bytes()),
         Part("libraries", CUDA_LIBRARIES),
     ]

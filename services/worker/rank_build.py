@@ -1,15 +1,19 @@
 """One rank from its arguments: what follows from them alone, what the device thread builds of it, and what it then runs."""
 
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import torch
 
+from k3mesh.errors import ConfigError
 from kernels.ops import Ops
 from kernels.registry import Choice, format_table
 from services.contracts.argument_rules import check_files, check_runnable
 from services.contracts.arguments import WorkerArguments
+from services.contracts.buffers import expert_buffers
 from services.contracts.draft import Draft, DraftConfig
+from services.contracts.flags import refusal
 from services.contracts.geometry import Geometry
 from services.contracts.model import ModelConfig
 from services.contracts.placement import Placement
@@ -32,8 +36,10 @@ from services.worker.model.batch import ExpertDispatcher, LayerCaches
 from services.worker.model.decoder import DecoderStage
 from services.worker.model.loader import load_stage_weights
 from services.worker.parallel.collectives import GlooTensorParallel
+from services.worker.parallel.deepep import DeepEpExperts, open_buffer
 from services.worker.parallel.experts import GlooExperts
 from services.worker.parallel.groups import Groups, join
+from services.worker.parallel.nccl import NcclGroup
 from services.worker.parallel.sole import SoleExperts
 from services.worker.prefill_step import PrefillStage
 from services.worker.round_check import CheckedRounds
@@ -105,7 +111,8 @@ def build(plan: Plan) -> Built:
         return Built(groups, model.stage, pools, model.drafter, model.host_bound)
     dry = dry_caches(plan.record(groups, DRY_UNITS, DRY_UNITS), device)
     model = _model(plan, groups, dry)
-    blocks, slots = measured_size(DryRun(a, plan.model, plan.place, model.stage, model.drafter, device))
+    beside = tuple(expert_buffers(a, plan.model, plan.topology)) if model.deepep else ()
+    blocks, slots = measured_size(DryRun(a, plan.model, plan.place, model.stage, model.drafter, device, beside))
     pools = allocate(plan.record(groups, groups.least("blocks", blocks, a.startup_timeout), slots), device)
     settle_in(dry, pools.caches)
     return Built(groups, model.stage, replace(pools, caches=dry), model.drafter, model.host_bound)
@@ -124,6 +131,7 @@ class _Model:
     stage: DecoderStage
     drafter: Drafter | None
     host_bound: tuple[str, ...]
+    deepep: bool  # its buffers are no memory of torch's
 
 
 def _model(plan: Plan, groups: Groups, caches: LayerCaches) -> _Model:
@@ -147,13 +155,49 @@ def _model(plan: Plan, groups: Groups, caches: LayerCaches) -> _Model:
     drafter, more = _drafter(plan, groups, caches, stage, experts, ops)
     slow = ["expert dispatch by gloo's rule"] if isinstance(experts, GlooExperts) and groups.ep.size > 1 else []
     slow += ["tensor parallelism over gloo"] if isinstance(groups.tp, GlooTensorParallel) and groups.tp.size > 1 else []
-    return _Model(stage, drafter, (*host_bound([*choices, *more]), *slow))
+    return _Model(stage, drafter, (*host_bound([*choices, *more]), *slow), isinstance(experts, DeepEpExperts))
 
 
-def _experts(plan: Plan, groups: Groups) -> SoleExperts | GlooExperts:
-    if plan.device.type == "cuda" and groups.ep.size == 1:
+def _experts(plan: Plan, groups: Groups) -> SoleExperts | GlooExperts | DeepEpExperts:
+    """DeepEP where each rank has a GPU of its own and the package is there; asked for by name it must be."""
+    a, ep = plan.arguments, groups.ep
+    if plan.device.type == "cuda" and ep.size == 1:
         return SoleExperts()
-    return GlooExperts(groups.ep, plan.model.num_experts, plan.arguments.low_latency_max_num_tokens_per_gpu)
+    if a.all2all_backend == "deepep" and not isinstance(ep, NcclGroup):
+        rule = f"{a.nprocs_per_node} ranks of a node share {torch.cuda.device_count()} GPUs"
+        raise refusal("all2all_backend", "deepep", rule, "give each rank a GPU of its own, or gloo")
+    if isinstance(ep, NcclGroup) and a.all2all_backend != "gloo" and a.compute_dtype == "bfloat16":
+        try:
+            return _over_deepep(plan, groups)
+        except ConfigError as error:
+            if a.all2all_backend == "deepep":
+                raise
+            log.warning("experts' rows do not go by DeepEP", why=error.message)
+    return GlooExperts(ep, plan.model.num_experts, a.low_latency_max_num_tokens_per_gpu)
+
+
+def _over_deepep(plan: Plan, groups: Groups) -> DeepEpExperts:
+    a, model, ep, told = plan.arguments, plan.model, groups.ep, count()
+    latent, capacity = model.routed_expert_hidden_size, a.low_latency_max_num_tokens_per_gpu
+    low_latency = a.disaggregation_mode == "decode" and a.deepep_mode != "normal"
+    buffer = open_buffer(
+        ep,
+        latent=latent,
+        num_experts=model.num_experts,
+        capacity=capacity,
+        low_latency=low_latency,
+        gather=lambda value: groups.share(f"deepep-{next(told)}", value, ep.ranks, a.startup_timeout),
+    )
+    return DeepEpExperts(
+        ep,
+        buffer,
+        latent=latent,
+        routes=model.num_experts_per_token,
+        num_experts=model.num_experts,
+        capacity=capacity,
+        low_latency=low_latency,
+        device=plan.device,
+    )
 
 
 def _drafter(

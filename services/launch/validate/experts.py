@@ -78,7 +78,7 @@ def _smoke(mode: str, ranks: int) -> Check:
     """The dispatcher over so many processes of this machine, by torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "services.launch.validate.ep_smoke"]
-    compared = f"dispatch over {ranks} ranks, {mode}, gloo"
+    compared = f"dispatch over {ranks} ranks, {mode}"
     try:
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, "TEST_DEEPEP_MODE": mode, "OMP_NUM_THREADS": "1"}, text=True,
@@ -88,4 +88,6 @@ def _smoke(mode: str, ranks: int) -> Check:
     except (subprocess.TimeoutExpired, StopIteration, ValueError) as error:
         return check(compared, f"the ranks did not end well ({error!r})", passed=False)
     errors = ", ".join(f"{name} {error:.1e}" for name, error in told["errors"].items())
-    return check(compared, f"relative errors: {errors} ({told['device']})", told["passed"], f"at most {told['limit']:g}")
+    return check(
+        compared, f"relative errors: {errors} ({told['by']}, {told['device']})", told["passed"], f"at most {told['limit']:g}"
+    )

@@ -13,8 +13,10 @@ after which the groups are of no more use: the engine restarts as a whole, with 
 
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import DistError, DistNetworkError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -42,17 +44,25 @@ class Groups:
     rank: int
     world_size: int
 
-    def least(self, what: str, value: int, seconds: float) -> int:
-        """The smallest that any rank of the engine says, each once. EngineLost if one does not within so many seconds."""
-        if self.store is None:
-            return value
-        self.store.set(f"{what}-{self.rank}", str(value))
-        keys = [f"{what}-{peer}" for peer in range(self.world_size)]
+    def share(self, what: str, value: int | bytes | bytearray | None, ranks: Sequence[int], seconds: float) -> list[Any]:
+        """What each of `ranks` says, in their order; the same kind of value comes back, bytes as bytearray. Once for each
+        `what`. EngineLost if one does not within so many seconds."""
+        assert self.store is not None, "a rank alone shares nothing"
+        kind = b"n" if value is None else b"i" if isinstance(value, int) else b"b"
+        content = b"" if value is None else str(value).encode() if isinstance(value, int) else bytes(value)
+        self.store.set(f"{what}-{self.rank}", (kind + content).hex())
+        keys = [f"{what}-{peer}" for peer in ranks]
         try:
             self.store.wait(keys, timedelta(seconds=seconds))
-            return min(int(self.store.get(key)) for key in keys)
+            told = [bytes.fromhex(self.store.get(key).decode()) for key in keys]
         except DistError as error:
             raise EngineLost(f"{_missing(self.store, keys)} did not tell its {what} within {seconds:g} s") from error
+        read = {ord("n"): lambda it: None, ord("i"): lambda it: int(it), ord("b"): lambda it: bytearray(it)}
+        return [read[it[0]](it[1:]) for it in told]
+
+    def least(self, what: str, value: int, seconds: float) -> int:
+        """The smallest that any rank of the engine says, each once. EngineLost if one does not within so many seconds."""
+        return value if self.store is None else min(self.share(what, value, range(self.world_size), seconds))
 
     def close(self) -> None:
         for group in (self.tp.group, self.ep, self.stages):
