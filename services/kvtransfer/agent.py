@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,17 @@ from k3mesh.v1 import transfer_pb2_grpc
 from services.contracts.placement import Placement
 from services.kvtransfer import wire
 from services.kvtransfer.control import Control
-from services.kvtransfer.frames import CacheMemory, check_frame_bytes
-from services.kvtransfer.local import WorkerSocket
-from services.kvtransfer.memory import open_memory, profile_of
+from services.kvtransfer.frames import check_frame_bytes
+from services.kvtransfer.local import Export, WorkerSocket
+from services.kvtransfer.memory import profile_of
 from services.kvtransfer.messages import CloseLink, Receive, RoomFailed, Send, ToPeer, ToScheduler
-from services.kvtransfer.mover import Mover
+from services.kvtransfer.mover import PROGRAM, Mover
 from services.kvtransfer.pairing import Pairer
 from services.kvtransfer.peers import Peers, PeerServer
 from services.kvtransfer.session import Limits
 from services.kvtransfer.sink import SinkSession
 from services.kvtransfer.source import SourceSession
-from services.kvtransfer.transport import Profile, Transport
+from services.kvtransfer.transport import Profile
 from services.runtime.process import Process
 from services.runtime.rpc_server import RpcServer
 from services.runtime.shell import Shell
@@ -46,19 +46,19 @@ class Place:
 
 
 class Agent:
-    """One agent. What it takes depends on where its worker's pools are. `transport` makes the way for frames; tests put one
+    """One agent. What it takes depends on where its worker's pools are. `mover` is the program that moves frames; tests put one
     that damages them in its place."""
 
-    def __init__(
-        self, place: Place, limits: Callable[[Profile], Limits], transport: Callable[[Profile], Transport] = Transport
-    ):
-        self._place, self._limits, self._transport = place, limits, transport
+    def __init__(self, place: Place, limits: Callable[[Profile], Limits], mover: Sequence[str] = PROGRAM):
+        self._place, self._limits, self._mover = place, limits, mover
 
     async def run(self, process: Process) -> None:
         """Until `process.stopping`. EngineLost when the worker or the scheduler is gone, ConfigError if they do not fit."""
         async with AsyncExitStack() as stack:
             worker = WorkerSocket(self._place.agent_socket)
             stack.callback(worker.close)
+            mover = await Mover.start(self._mover)
+            stack.push_async_callback(mover.close)
             meeting = asyncio.ensure_future(worker.meet(self._place.startup_timeout))
             stopping = asyncio.ensure_future(process.stopping.wait())
             await asyncio.wait([meeting, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -67,25 +67,11 @@ class Agent:
                 meeting.cancel()
                 await asyncio.wait([meeting])
                 return
-            placement, arenas = meeting.result()
-            profile = profile_of(arenas)
-            limits = self._limits(profile)
-            self._check(placement, limits)
-            memory = open_memory(placement, arenas, limits)
-            size = dict(frames=limits.frames, frame_bytes=limits.frame_bytes, bytes=limits.staging_bytes)
-            log.info("staging", memory=profile.memory, **size, pinned=memory.pinned)
-            await self._serve(process, stack, worker, self._transport(profile), placement, memory, limits)
+            await self._serve(process, stack, worker, mover, meeting.result())
 
-    async def _serve(
-        self,
-        process: Process,
-        stack: AsyncExitStack,
-        worker: WorkerSocket,
-        transport: Transport,
-        placement: Placement,
-        memory: CacheMemory,
-        limits: Limits,
-    ) -> None:
+    async def _serve(self, process: Process, stack: AsyncExitStack, worker: WorkerSocket, mover: Mover, export: Export) -> None:
+        placement, profile = export.placement, profile_of(export.cuda)
+        limits = self._limits(profile)
         session = (SourceSession if placement.role == "prefill" else SinkSession)(placement, limits)
         shell = Shell(session)
 
@@ -97,10 +83,12 @@ class Agent:
             return {**session.counters(), "tasks": shell.tasks, "transfers": mover.transfers}, session.totals
 
         control = Control(placement, limits.staging_bytes, shell.post, counts)
-        longest = limits.longest_piece(placement.largest_unit)
-        mover = Mover(transport, memory, limits.staging_bytes, limits.frame_room, longest, shell.post, defect)
-        stack.callback(mover.close)
-        peers = Peers(placement, limits, transport.address, memory.checksum, mover, shell.post)
+        with closing(export):
+            self._check(placement, limits)
+            opened = await mover.open(export, limits, shell.post, self._place.startup_timeout)
+        size = dict(frames=limits.frames, frame_bytes=limits.frame_bytes, bytes=limits.staging_bytes)
+        log.info("staging", memory=profile.memory, **size, pinned=opened.pinned)
+        peers = Peers(placement, limits, opened.address, opened.checksum, mover, shell.post)
         shell.on_failure = defect
         self._wire(shell, mover, peers, control)
         server = RpcServer(
@@ -116,16 +104,24 @@ class Agent:
             stack.push_async_callback(links.stop)
             control.address = links.address
         worker.accept()
-        await self._run(process, server, shell, worker, control, peers)
+        await self._run(process, server, shell, worker, mover, control, peers)
 
     async def _run(
-        self, process: Process, server: RpcServer, shell: Shell, worker: WorkerSocket, control: Control, peers: Peers
+        self,
+        process: Process,
+        server: RpcServer,
+        shell: Shell,
+        worker: WorkerSocket,
+        mover: Mover,
+        control: Control,
+        peers: Peers,
     ) -> None:
         try:
             async with asyncio.TaskGroup() as lines:
                 tasks = [
                     lines.create_task(shell.run()),
                     lines.create_task(worker.read(shell.post)),
+                    lines.create_task(mover.watch()),
                     lines.create_task(control.watch()),
                 ]
                 if self._place.role == "decode":

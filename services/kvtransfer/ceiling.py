@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from services.contracts.flags import FlagSet
-from services.kvtransfer.mover import LANES
+from services.kvtransfer.carrier import LANES
 from services.kvtransfer.transport import HOST
 from services.runtime.process import Process, run
 

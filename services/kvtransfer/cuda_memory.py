@@ -37,7 +37,7 @@ class Buffer:
 
 
 class CudaMemory:
-    """Made on any thread; pack and unpack are one thread's."""
+    """Of one thread, on which the device's context is current from now on: UCX looks for it there."""
 
     pinned = True  # device memory does not move
     checksum = "sum64"
@@ -64,9 +64,6 @@ class CudaMemory:
         self._units = limits.longest_piece(placement.largest_unit) // min(it.payload for it in placement.fields)
         self._free = [Table(device, self._stream, self._units) for _ in range(TABLES)]
         self._known: dict[tuple[tuple[tuple[int, ...], int], ...], npt.NDArray[np.uint64]] = {}
-
-    def enter(self) -> None:
-        self._device.enter()  # for UCX too, which looks for it when it moves bytes
 
     def buffer(self, at: int, length: int) -> Buffer:
         return Buffer(self._staging.address + at, length)

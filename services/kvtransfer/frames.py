@@ -42,10 +42,6 @@ class CacheMemory(Protocol):
     checksum: str  # which one seals hold: "xxh3_64", or "sum64" of units.cu
     pinned: bool  # the staging memory stays where it is
 
-    def enter(self) -> None:
-        """The calling thread is the one that packs, unpacks, and drives the transport."""
-        ...
-
     def buffer(self, at: int, length: int) -> Any:
         """`length` bytes of staging memory, as the transport takes them."""
         ...
@@ -94,9 +90,6 @@ class HostMemory:
             staging.madvise(mmap.MADV_HUGEPAGE)  # one fault for a piece's first use instead of 256
         self.pinned = _pin(staging)
         self._staging: Bytes = np.frombuffer(staging, np.uint8)
-
-    def enter(self) -> None:
-        """Any thread may."""
 
     def buffer(self, at: int, length: int) -> Bytes:
         return self._staging[at : at + length]

@@ -3,11 +3,11 @@ runtime.worker_line's; the end of the socket is the death of the worker.
 """
 
 import asyncio
-import mmap
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from k3mesh.errors import ConfigError, EngineLost
@@ -17,6 +17,20 @@ from services.runtime.wire import read_placement
 from services.runtime.worker_line import ACCEPTED, LENGTH, MESSAGE_LIMIT, CudaArena, read_cuda_arenas, read_notice
 
 ARENAS_LIMIT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What a worker exports."""
+
+    placement: Placement
+    message: bytes  # LocalMessage, as it came
+    descriptors: Sequence[int]  # of arenas in the host's memory; `close` them
+    cuda: Sequence[CudaArena]  # arenas on a GPU
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
 class WorkerSocket:
@@ -44,9 +58,9 @@ class WorkerSocket:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def meet(self, timeout: float) -> tuple[Placement, list[mmap.mmap] | list[CudaArena]]:
-        """The worker's record and its arenas: mapped, or where they are on a GPU. EngineLost if none comes within `timeout`
-        seconds, ConfigError if record and memory do not go together."""
+    async def meet(self, timeout: float) -> Export:
+        """The worker's record and where its arenas are. EngineLost if none comes within `timeout` seconds, ConfigError if the
+        record cannot be."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout):
@@ -55,20 +69,17 @@ class WorkerSocket:
                 self._worker.setblocking(False)
                 head, fds = await _receive_fds(self._worker)
                 self._reader, self._writer = await asyncio.open_unix_connection(sock=self._worker, limit=MESSAGE_LIMIT)
-                message = transfer_pb2.LocalMessage.FromString(await self._reader.readexactly(_length(head)))
+                data = await self._reader.readexactly(_length(head))
         except TimeoutError:
             raise EngineLost(f"no worker exported its pools at {self._path} within {timeout:g} s; see its log") from None
         except (OSError, asyncio.IncompleteReadError) as error:
             raise EngineLost(f"the worker at {self._path} went away during its export ({error!r}); see its log") from error
-        try:
-            if message.WhichOneof("message") != "export":
-                raise ConfigError("the worker's first message is not its export; run the same release in all processes")
-            placement = read_placement(message.export)
-            placement.check()
-            return placement, read_cuda_arenas(message.export) or _map(placement, fds)
-        finally:
-            for fd in fds:
-                os.close(fd)
+        message = transfer_pb2.LocalMessage.FromString(data)
+        if message.WhichOneof("message") != "export":
+            raise ConfigError("the worker's first message is not its export; run the same release in all processes")
+        placement = read_placement(message.export)
+        placement.check()
+        return Export(placement, data, fds, read_cuda_arenas(message.export))
 
     def accept(self) -> None:
         """Tell the worker that its export stands."""
@@ -116,17 +127,3 @@ async def _receive_fds(connection: socket.socket) -> tuple[bytes, list[int]]:
     if len(head) < LENGTH.size:
         raise ConnectionResetError("the socket ended within the first length")
     return head, fds
-
-
-def _map(placement: Placement, fds: list[int]) -> list[mmap.mmap]:
-    """A prefill rank's pools are only read here, a decode rank's written."""
-    if len(fds) != len(placement.arenas):
-        raise ConfigError(f"{placement.name} hands over {len(fds)} arenas, its record has {len(placement.arenas)}")
-    access = mmap.ACCESS_READ if placement.role == "prefill" else mmap.ACCESS_WRITE
-    arenas: list[mmap.mmap] = []
-    for arena, fd in zip(placement.arenas, fds, strict=True):
-        size = os.fstat(fd).st_size
-        if size < arena.length or not arena.length:
-            raise ConfigError(f"{placement.name}: arena {arena.name} has {size} bytes, its record says {arena.length}")
-        arenas.append(mmap.mmap(fd, arena.length, access=access))
-    return arenas

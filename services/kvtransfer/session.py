@@ -53,6 +53,7 @@ class Limits:
     drain: float = 10.0  # seconds that a stopped room may stay in flight before its link is cut
     grace: float = 10.0  # seconds that P gives a room beyond D's deadline, so that D is the one to end it
     beat: float = 5.0  # seconds between the heartbeats of a link; two missed are its end
+    answer: float = 30.0  # seconds that the mover may take to make or end a link's endpoint
     tombstones: int = 4096
 
     def longest_piece(self, largest_unit: int) -> int:

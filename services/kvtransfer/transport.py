@@ -1,8 +1,8 @@
 """UCX for one thread: endpoints, sends and receives that it looks after itself, and a rest until something happens (spec ucx).
 
 UCXX's worker in its blocking mode: nothing of UCX runs but what this thread calls, and while nothing is under way the thread
-sleeps in poll(2), on UCX's descriptor and on a bell that other threads ring. No thread of UCXX's, no futures, no turns of an
-event loop lie between a message and the copy that waits for it.
+sleeps in poll(2), on UCX's descriptor and on those that it is to watch. No thread of UCXX's, no futures, no turns of an event
+loop lie between a message and the copy that waits for it.
 
 A cancelled UCX receive goes on writing into its buffer, so none is ever cancelled. `Endpoint.abort` is the fence: it ends what
 is in flight on an endpoint.
@@ -11,7 +11,6 @@ is in flight on an endpoint.
 import os
 import select
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,8 +72,7 @@ class Transfer(Protocol):
 
 
 class Transport:
-    """One UCX context and worker. Made on any thread; all but `ring` is one thread's. `address` is what a peer needs to reach
-    it."""
+    """One UCX context and worker, of one thread. `address` is what a peer needs to reach it."""
 
     def __init__(self, profile: Profile = HOST):
         """ConfigError if UCX cannot move such memory."""
@@ -96,10 +94,12 @@ class Transport:
         self._worker: Any = libucxx.UCXWorker(context)
         self._worker.init_blocking_progress_mode()
         self.address: bytes = libucxx.UCXAddress.create_from_worker(self._worker).tobytes()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
-        for descriptor in (self._worker.epoll_file_descriptor, self._bell):
-            self._poll.register(descriptor, select.POLLIN)
+        self.watch(self._worker.epoll_file_descriptor)
+
+    def watch(self, descriptor: int) -> None:
+        """It ends every rest while it can be read."""
+        self._poll.register(descriptor, select.POLLIN)
 
     def connect(self, address: bytes) -> "Endpoint":
         """An endpoint to the peer with this address. TransportError if UCX refuses it."""
@@ -117,15 +117,9 @@ class Transport:
         return False
 
     def rest(self) -> None:
-        """Until UCX has something to do, or `ring`. When `progress` has no more to do, and all transfers were looked at."""
+        """Until UCX or what is watched has something. When `progress` has no more to do, and all transfers were looked at."""
         if self._worker.arm():
             self._poll.poll()
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
-
-    def ring(self) -> None:
-        """End the rest, or the next one. From any thread."""
-        os.eventfd_write(self._bell, 1)
 
     def check(self, transfer: Transfer) -> None:
         """TransportError if a completed transfer did not happen."""

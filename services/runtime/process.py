@@ -35,9 +35,7 @@ class Process:
     def ready(self) -> None:
         """Tell the supervisor (sd_notify: systemd's Type=notify, or `k3mesh up`), and from now on that the loop turns."""
         log.info("ready")
-        gc.collect()
-        gc.freeze()  # what was made to start is there to stay: no collection need look at it again
-        gc.set_threshold(*COLLECT_EVERY)
+        rare_collections()
         _notify("READY=1")
         if watchdog := int(os.environ.get("WATCHDOG_USEC") or 0):
             self._beat(watchdog / 1e6 / BEATS_PER_WATCHDOG)
@@ -47,21 +45,28 @@ class Process:
         asyncio.get_running_loop().call_later(period, self._beat, period)
 
 
+def rare_collections() -> None:
+    """What was made to start is there to stay: no collection need look at it again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECT_EVERY)
+
+
 def run(name: str, main: Callable[[Process, Any], Awaitable[None]], arguments: type[Arguments]) -> None:
     """Parse sys.argv, run main() on uvloop until it returns, exit. SIGTERM and SIGINT set `process.stopping`."""
     configure_logging(name)
-    _die_with_parent()
+    die_with_parent()
     try:
         parsed = arguments.parse(sys.argv[1:])
         uvloop.run(_run(main, parsed))
     except* MeshError as group:
         _exit(_first(group))
     except* KeyboardInterrupt:
-        _leave(130)
+        leave(130)
     except* Exception as group:
         log.error("crashed", exc_info=group)
         _exit(MeshError(f"{name} crashed: {_first(group)!r}; its log has the traceback"))
-    _leave(0)
+    leave(0)
 
 
 async def _run(main: Callable[[Process, Any], Awaitable[None]], parsed: Any) -> None:
@@ -84,10 +89,10 @@ def _exit(error: MeshError) -> None:
     print(line, file=sys.stderr, flush=True)
     _notify(f"STATUS={line}")
     codes = {ConfigError.code: EXIT_CONFIG, EngineLost.code: EXIT_ENGINE_LOST}
-    _leave(codes.get(error.code, EXIT_FAILED))
+    leave(codes.get(error.code, EXIT_FAILED))
 
 
-def _leave(code: int) -> None:
+def leave(code: int) -> None:
     """Exit without joining foreign threads: UCX and gloo keep some that never end."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -105,11 +110,11 @@ def _notify(message: str) -> None:
             log.warning("the supervisor does not listen", address=address, error=str(error))
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """A child of the supervisor must not outlive it, however it dies."""
     parent = os.environ.get("K3MESH_PARENT")
     if not parent:
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):  # it died before prctl took hold
-        _leave(EXIT_FAILED)
+        leave(EXIT_FAILED)

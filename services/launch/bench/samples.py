@@ -1,6 +1,7 @@
 """What one measured transfer took."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +21,16 @@ class Sample:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process since its start (proc(5): utime and stime of /proc/PID/stat). MeshError if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        raise MeshError(f"process {pid} ended while it was measured") from None
-    fields = stat.rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Processor time of a process, and of those that it has started, so far (proc(5): utime and stime of /proc/PID/stat).
+    MeshError if it has ended."""
+    found: dict[int, tuple[int, int]] = {}  # parent, ticks
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            fields = entry.read_text().rpartition(")")[2].split()
+            found[int(entry.parent.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    if pid not in found:
+        raise MeshError(f"process {pid} ended while it was measured")
+    family = [pid]
+    for it in family:  # which grows
+        family += [child for child, (parent, _) in found.items() if parent == it]
+    return sum(found[it][1] for it in family) / os.sysconf("SC_CLK_TCK")
