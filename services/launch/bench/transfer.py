@@ -12,7 +12,6 @@ nothing else (services.kvtransfer.ceiling). Between GPUs it is the driver's copy
 round's bytes in turn with each round, so that what else the machine does meets both. Figures are medians.
 """
 
-import asyncio
 import json
 import os
 import statistics
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
+import uvloop
 from pydantic import Field
 
 from services.contracts.arguments import CUDA_FRAME_BYTES, HOST_FRAME_BYTES
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
         for it in plans:
             require_memory(it)
     with scratch("bench") as folder:
-        cases = asyncio.run(measure(arguments, plans, devices, StateDir(folder)))
+        cases = uvloop.run(measure(arguments, plans, devices, StateDir(folder)))
     if arguments.as_json:
         print(json.dumps({"cases": [asdict(case) for case in cases], "load_average": os.getloadavg(), "cores": os.cpu_count()}))
     else:
