@@ -59,6 +59,7 @@ class Mover:
     async def start(cls, program: Sequence[str]) -> "Mover":
         """`program`: a module and its arguments. The process makes ready while the agent waits for its worker."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.setblocking(False)
         module, *arguments = program
         environment = {name: value for name, value in os.environ.items() if name not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")}
         with theirs:

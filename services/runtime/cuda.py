@@ -108,7 +108,7 @@ class Device:
 
 class Stream:
     """A queue of work on a device. Its methods only put something on it, and keep the interpreter's lock meanwhile: to give
-    it up and wait for it again takes longer than the call wherever other threads are busy, as an agent's are."""
+    it up and wait for it again takes longer than the call wherever other threads are busy."""
 
     def __init__(self, device: Device):
         self._driver = device.quick

@@ -151,6 +151,13 @@ class AgentProcess:
             while not wanted(await self.inspect()):
                 await asyncio.sleep(0.02)
 
+    @property
+    def mover(self) -> int:
+        """The process that moves this agent's frames."""
+        parent = f" {self.process.pid} "
+        (found,) = [it for it in Path("/proc").glob("[0-9]*/stat") if it.read_text().rpartition(") ")[2][1:].startswith(parent)]
+        return int(found.parent.name)
+
     async def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         await self.process.wait()
@@ -231,6 +238,13 @@ async def agent(
         listening = asyncio.ensure_future(made.listen())
         stack.push_async_callback(_cancel, listening)
         yield made
+
+
+async def until_gone(pid: int) -> None:
+    """The process, which need not be a child of this one, has ended."""
+    async with asyncio.timeout(DEADLINE_S):
+        while Path(f"/proc/{pid}").exists():
+            await asyncio.sleep(0.02)
 
 
 async def _reap(process: asyncio.subprocess.Process) -> None:
