@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,11 @@ class StateDir:
 
     def processes(self) -> dict[str, int]:
         """Process ids of the children that run now, by name."""
-        return {path.stem: int(path.read_text() or 0) for path in sorted(self.run.glob("*.pid"))}
+        found: dict[str, int] = {}
+        for path in sorted(self.run.glob("*.pid")):
+            with suppress(FileNotFoundError):  # it has ended since we looked
+                found[path.stem] = int(path.read_text() or 0)
+        return found
 
     def write_addresses(self, addresses: dict[str, Any]) -> None:
         """ports.json, for people and for the other commands."""
