@@ -1,9 +1,9 @@
-"""What a round has the workers copy between cache and host memory."""
+"""What a round has the workers copy between cache and host memory, and what it tells them of a request at its place."""
 
 from collections.abc import Iterable
 
 from services.scheduler.decode.events import PlaceInstall, PlaceRestore, PlaceRetract
-from services.scheduler.decode.request import Request, Restoring, Retracting
+from services.scheduler.decode.request import Decoding, Request, Restoring, Retracting
 
 
 def is_due(request: Request) -> bool:
@@ -20,14 +20,15 @@ def copies(suspended: Iterable[Request], round_id: int) -> tuple[tuple[PlaceRetr
             case Retracting(round_id=None) as state:
                 retracts.append(PlaceRetract(state.holding.place, request.room, state.progress.position, state.image.blocks))
             case Restoring(round_id=None) as state:
-                restores.append(PlaceRestore(_install(request, state), state.holding.found, state.image.blocks))
+                restores.append(PlaceRestore(install_of(request, state), state.holding.found, state.image.blocks))
             case _:
                 continue
         state.round_id = round_id
     return tuple(retracts), tuple(restores)
 
 
-def _install(request: Request, state: Restoring) -> PlaceInstall:
+def install_of(request: Request, state: Decoding | Restoring) -> PlaceInstall:
+    """What the workers need to know of a request that they do not know yet."""
     holding, progress = state.holding, state.progress
     return PlaceInstall(
         place=holding.place,

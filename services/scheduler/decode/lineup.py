@@ -13,7 +13,7 @@ from services.contracts.geometry import blocks_for
 from services.contracts.ids import BLOCK_TOKENS, BlockId, Place, Replica, Room
 from services.scheduler.decode.buckets import RoundMode, shape_of
 from services.scheduler.decode.capacity import Holding, Pool
-from services.scheduler.decode.copies import copies, is_due
+from services.scheduler.decode.copies import copies, install_of, is_due
 from services.scheduler.decode.events import PlaceInstall, ReplicaPlan, RoundPlan
 from services.scheduler.decode.request import Decoding, Installed, Request
 from services.scheduler.decode.rounds import LaunchedRound, Row, blocks_next, part_in, surely_ends
@@ -206,10 +206,8 @@ class Lineup:
             request = line.joined[place]
             state = request.state
             assert isinstance(state, Decoding)
-            holding, progress = state.holding, state.progress
-            blocks, window, sampling = tuple(holding.blocks), progress.window, request.asked.sampling
-            installs.append(PlaceInstall(place, request.room, blocks, holding.slot, progress.position, window, sampling))
-            state.known_blocks = len(blocks)
+            installs.append(install_of(request, state))
+            state.known_blocks = len(state.holding.blocks)
         line.joined.clear()
         return tuple(installs)
 

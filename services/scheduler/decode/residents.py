@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import services.scheduler.decode.events as ev
-from services.contracts.geometry import blocks_for
 from services.contracts.ids import BLOCK_TOKENS, Replica, Token
 from services.contracts.lifecycle import State
 from services.scheduler.block_keys import token_bytes
@@ -12,7 +11,7 @@ from services.scheduler.decode.capacity import Holding, Pool
 from services.scheduler.decode.request import Decoding, Finishing, Installed, Progress, Request, Retracted
 from services.scheduler.decode.retraction import data_blocks, newest_that_helps, victims
 from services.scheduler.decode.rooms import Rooms
-from services.scheduler.decode.rounds import mismatch
+from services.scheduler.decode.rounds import blocks_next, mismatch
 from services.scheduler.decode.suspended import Suspensions
 
 
@@ -173,7 +172,7 @@ class Residents:
         """What it holds, and how many blocks its next round takes."""
         state = request.state
         assert isinstance(state, Installed | Decoding)
-        return state.holding, blocks_for(state.progress.position + self._rooms.shape.rows_ahead)
+        return state.holding, blocks_next(request, self._rooms.shape, out=None)
 
     def _make_room(self, pool: Pool, request: Request, standstill: bool = False) -> bool:
         """Free the blocks that a resident lacks, at somebody's cost; False if it had better wait."""
