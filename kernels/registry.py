@@ -77,7 +77,6 @@ def _reference(module: str, function: str) -> Candidate:
 
 _FLASH_KDA = _backend("flashkda", flash_kda.supports, "flash_kda.scan", "kda_scan")
 _TRITON_SCAN = _triton("kda_scan", "kda_scan", triton_ops.supports_kda)
-_TRITON_BLOCK = _triton("mla", "mla_block", triton_ops.supports_mla)
 _TRITON_ATTENTION = _triton("mla", "mla_attention", triton_ops.supports_mla)
 
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
